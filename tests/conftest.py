@@ -1,0 +1,34 @@
+"""What the tests share."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- NO_SKIPS=1 (.ci/run): a test that is skipped has failed, unless it needs a GPU ---
+def fail_if_skipped(report):
+    if os.environ.get("NO_SKIPS") and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if "GPU" not in reason:
+            report.outcome, report.longrepr = "failed", f"may not be skipped here: {reason}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport():
+    fail_if_skipped((yield).get_result())
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report():
+    fail_if_skipped((yield).get_result())
+
+
+def tracked(*patterns):
+    """The files under git that match one of the patterns (`*` matches any path)."""
+    git = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", *patterns]
+    names = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True, timeout=30).stdout.split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).exists()]
