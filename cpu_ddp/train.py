@@ -1,0 +1,495 @@
+#!/usr/bin/env python3
+"""Train a linear model with DistributedDataParallel on CPUs, over gloo.
+
+2048 samples of 20 inputs and 1 output are drawn from known weights plus noise; the run ends by
+telling how far the learned weights are from the true ones. Mirrors the "PyTorch DDP on CPU"
+tutorials of AWS's awsome-distributed-training (HyperPod Slurm and HyperPod EKS).
+
+    python train.py                                   # one worker
+    torchrun --nproc-per-node=2 train.py              # two workers on this machine
+    torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
+    srun --nodes=2 --ntasks-per-node=4 python train.py
+
+With --checkpoint FILE the run may be killed at any moment and started again, and ends with the same
+bits. FILE.previous is the snapshot before; FILE.status says running, preempted or finished. A run
+that cannot save stops at once: better than hours of work that nothing keeps.
+Exit status: 0 finished, 75 stopped by a signal (start it again), 1 failed.
+"""
+import argparse
+import contextlib
+import io
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import zipfile
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+INPUTS = 20
+NOISE = 0.1  # standard deviation of the targets' noise: the loss can fall to NOISE ** 2, not below
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--epochs", type=at_least(1), default=50, help="passes over the data")
+    add("--batch-size", type=at_least(1), default=32, help="samples per worker and step")
+    add("--lr", type=at_least(0, float), default=0.02, help="learning rate of SGD, falling to 0 over the epochs")
+    add("--seed", type=at_least(0), default=0, help="of the data, the weights and the order")
+    add("--samples", type=at_least(1), default=2048, help="samples to generate")
+    add("--checkpoint", metavar="FILE", help="snapshot to save and to resume from")
+    add("--save-every", type=at_least(1), default=10, metavar="EPOCHS", help="snapshot interval")
+    add("--save-every-steps", type=at_least(1), metavar="STEPS", help="snapshot interval within long epochs")
+    add("--fresh", action="store_true", help="start over though there is a snapshot")
+    add("--log-every", type=at_least(1), default=100, metavar="STEPS", help="interval of progress lines")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="how long to wait for a silent worker")
+    add("--bf16", action="store_true", help="compute in bfloat16 where autocast finds it safe")
+    return parser.parse_args()
+
+
+def generate_data(samples, seed):
+    """Return inputs (samples, 20), targets (samples, 1) and the true weight (1, 20) and bias (1): equal on every worker."""
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = torch.randn(1, INPUTS, generator=generator), torch.randn(1, generator=generator)
+    inputs = torch.randn(samples, INPUTS, generator=generator)
+    noise = NOISE * torch.randn(samples, 1, generator=generator)
+    return inputs, F.linear(inputs, weight, bias) + noise, weight, bias
+
+
+# --- shared: errors ---
+class UserError(Exception):
+    """A mistake that one line explains. Rank 0 prints it, unless `speaks` says whether this worker does."""
+
+    def __init__(self, message, speaks=None):
+        super().__init__(message)
+        self.speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")  # one line, not a page from every worker
+
+
+def at_least(minimum, kind=int):
+    """Return an argparse type for finite numbers from minimum on."""
+    def number(text):
+        if not minimum <= kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        return kind(text)
+    return number
+
+
+def first_line(error):
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def run(main):
+    """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
+    status, problem = 1, None
+    try:
+        status = main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except UserError as error:
+        problem = str(error) if error.speaks else None
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            problem = "out of memory: lower --batch-size or start more workers"
+        elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
+            problem = (f"lost the other workers ({first_line(error)}): see whether they run and reach "
+                       f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
+                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>); start again")
+        else:
+            raise
+        rank = int(os.environ.get("RANK", 0))
+        problem += f" [rank {rank} on {socket.gethostname()}]"
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_DFL)
+        time.sleep(min(0.3 * rank, 3))  # the lowest rank speaks; its launcher then ends the others
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Python's own teardown can hang in a process group whose peer is gone
+# --- end ---
+
+
+# --- shared: process group ---
+class Worker(NamedTuple):
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+def find_worker():
+    """Return who this process is, from torchrun's variables, else from a Slurm step's, else alone.
+
+    A Slurm step's are translated into torchrun's, which init_process_group reads. The leftovers of
+    an allocation, or the shell of `srun --pty`, are no step. UserError names what is missing or wrong.
+    """
+    env, names = os.environ, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    in_pty = "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid())
+    try:
+        if not any(name in env for name in names[:3]):
+            if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
+                return Worker(0, 0, 1, 1)
+            tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
+            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT", 0))
+            first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
+            env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+            env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
+            env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
+                       LOCAL_WORLD_SIZE=str(-(-tasks // nodes)))
+        rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
+        if not (0 <= local_rank <= rank < world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
+            raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
+        return Worker(rank, local_rank, world_size, int(env.get("LOCAL_WORLD_SIZE", 1)))
+    except KeyError as error:
+        problem = f"{error.args[0]} is missing from the environment"
+    except ValueError as error:
+        problem = f"wrong environment: {error}"
+    raise UserError(f"{problem}; start with torchrun or srun, or unset {', '.join(names[:3])} for one worker")
+
+
+def set_threads(worker):
+    """Give this worker its share of the cores it may run on, unless the user has set OMP_NUM_THREADS."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which sets 1 for several workers: nobody's choice
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1" or "OMP_NUM_THREADS" in os.environ and not by_torchrun:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as limit:  # a container's
+        quota, period = map(int, limit.read().split())
+        cores = min(cores, max(1, quota // period))
+    per_task = None if by_torchrun else os.environ.get("SLURM_CPUS_PER_TASK")
+    torch.set_num_threads(int(per_task or max(1, cores // worker.local_world_size)))
+
+
+def join_group(worker, backend, timeout, **options):
+    """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
+    if worker.world_size == 1:
+        options.update(store=dist.HashStore(), rank=0, world_size=1)  # alone: needs no port
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
+
+
+def together(action, *arguments):
+    """Return action(*arguments), run on every worker; if it fails on any, the lowest one says why and all stop."""
+    result = problem = None
+    try:
+        result = action(*arguments)
+    except (UserError, OSError) as error:
+        problem = f"{error} [rank {dist.get_rank()} on {socket.gethostname()}]"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise UserError(problem, speaks=rank == dist.get_rank())
+    return result
+
+
+def describe_group():
+    """Return the number of workers, their hosts, backend, threads and torch version, for the first line of the log."""
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return (f"{len(hosts)} worker{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))} | {dist.get_backend()}, "
+            f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
+
+
+def wrap(model, example, **options):
+    """Return model in DistributedDataParallel, its gradient buckets in their final order.
+
+    DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
+    zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
+    every step: nobody reads them before the evaluation.
+    """
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1, **options)
+    ddp_model.broadcast_buffers = False
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    for _ in range(2):
+        ddp_model(torch.zeros_like(example)).sum().backward()
+    ddp_model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers):
+        buffer.copy_(before)
+    return ddp_model
+# --- end ---
+
+
+# --- shared: resume ---
+def resume(path, run, fresh, parts):
+    """Load this run's snapshot into the parts of every worker; return its step and its run, or 0 and this run.
+
+    Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
+    """
+    together(set_status, path, "running")
+    found = [together(find_snapshot, path, run, fresh)]
+    dist.broadcast_object_list(found)
+    if found[0] is None:
+        together(save_snapshot, path, 0, run, parts)  # fixes the global batch for a group that re-forms smaller
+        return 0, run
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(found[0][name])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path} does not fit this model ({first_line(error)}): give another --checkpoint, or --fresh") from error
+    return found[0]["step"], found[0]["run"]
+
+
+def share(global_batch, world_size, samples):
+    """Return the samples per worker of a global batch; UserError where it cannot be split or exceeds the data."""
+    if global_batch > samples:
+        raise UserError(f"a global batch of {global_batch} is more than the {samples} training samples: "
+                        "lower --batch-size or start fewer workers")
+    if global_batch % world_size:
+        fitting = [str(n) for n in range(1, global_batch + 1) if global_batch % n == 0]
+        raise UserError(f"this run's global batch of {global_batch} cannot be split over {world_size} workers: "
+                        f"start {', '.join(fitting)}")
+    return global_batch // world_size
+# --- end ---
+
+
+# --- shared: stop signal ---
+class StopSignal:
+    """Remembers SIGTERM, SIGINT or SIGUSR1 until all workers leave together; a second one ends this worker at once.
+
+    Repeats within 2 seconds are one signal: torchrun and mp.spawn deliver some twice. A thread reads them from
+    a pipe, since a Python handler would not run while the main thread waits in a collective.
+    """
+
+    def __init__(self):
+        self.signum = 0
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, lambda *_: None)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+
+    def _watch(self, reader):
+        while True:
+            signum, now = os.read(reader, 1)[0], time.monotonic()
+            if not self.signum:
+                self.signum, first = signum, now
+            elif now - first > 2:
+                os._exit(128 + signum)
+
+    def leave(self, path, step):
+        """Print on rank 0 how to go on, and return the exit status of a stopped run."""
+        set_status(path, "preempted")
+        if dist.get_rank() == 0:
+            kept = f"saved in {path}, the same command goes on from there" if path else "nothing is saved without --checkpoint"
+            print(f"stopped by a signal after step {step}: {kept}")
+        return 75
+# --- end ---
+
+
+# --- shared: snapshot ---
+def write_whole(path, data, previous=None):
+    """Replace the file at path in one step, so that a kill leaves the old or the new; keep the old one as previous."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if previous and os.path.exists(path):
+            os.replace(path, previous)
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.tmp")
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room there or choose another --checkpoint "
+                        "and start again; the last good snapshot is whole") from error
+
+
+def set_status(path, word):
+    """Say in path.status whether the run is running, preempted or finished: torchrun hides its workers' exit status."""
+    if path:
+        write_whole(f"{path}.status", f"{word}\n".encode())
+
+
+def save_snapshot(path, step, run, parts):
+    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before."""
+    if path:
+        data = io.BytesIO()
+        torch.save({"step": step, "run": run, **{name: part.state_dict() for name, part in parts.items()}}, data)
+        write_whole(path, data.getbuffer(), previous=f"{path}.previous")
+
+
+def read_snapshot(path):
+    """Return the state at path. Raises FileNotFoundError, or something else where the file is not whole."""
+    with open(path, "rb") as file:
+        data = io.BytesIO(file.read())
+    with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums
+        if archive.testzip():
+            raise ValueError("wrong checksum")
+    data.seek(0)
+    state = torch.load(data, map_location="cpu", weights_only=True)  # executes nothing
+    if set(state) != {"model", "optimizer", "scheduler", "step", "run"}:
+        raise ValueError("not a snapshot")
+    return state
+
+
+def find_snapshot(path, run, fresh):
+    """Return the newest whole snapshot of this run, or None. A damaged one is kept aside, never overwritten.
+
+    UserError if there is none whole, or if it is another run's: `run` differs in more than how the global
+    batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
+    """
+    if path and os.path.isdir(path):
+        raise UserError(f"--checkpoint {path} is a folder: name a file")
+    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) for by in ("TORCHELASTIC", "SLURM"))
+    damage = None
+    for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
+        try:
+            state = read_snapshot(candidate)
+            theirs = state["run"]
+            differing = [key for key in run if theirs.get(key) != run[key]]
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
+            damage = damage or f"{candidate} is damaged ({first_line(error)})"
+            continue
+        if differing and differing not in (["batch_size"], ["global_batch"]):
+            raise UserError(f"{candidate} is of another run: " + ", ".join(
+                f"{key} is {theirs.get(key)} there, {run[key]} here" for key in differing)
+                + "; give that run's flags, another --checkpoint, or --fresh to start over")
+        if damage:
+            if os.path.exists(path):
+                os.rename(path, f"{path}.damaged-{time.time_ns()}")
+            print(f"warning: {damage}: moved aside, going on from {candidate}", file=sys.stderr)
+        return state
+    if damage:
+        raise UserError(f"{damage} and no whole one is before it: move it away, or --fresh to start over")
+    return None
+# --- end ---
+
+
+# --- shared: meter ---
+class Meter:
+    """Sums of loss and hits over all workers, reduced about once a second: every step would be half of a small one.
+
+    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    """
+
+    def __init__(self, device, stop):
+        self.device, self.stop, self.interval = device, stop, 1
+
+    def start_epoch(self, step):
+        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0]
+        self.count, self.step, self.time = 0, step, time.perf_counter()
+        self.epoch_start = self.time
+
+    def add(self, loss, correct, count):
+        """Add one batch: its mean loss and number of hits (tensors, not waited for) and its number of samples."""
+        self.sums[0] += loss.detach() * count
+        self.sums[1] += correct
+        self.count += count
+
+    def due(self, step):
+        return step >= self.step + self.interval
+
+    def reduce(self, step):
+        """Reduce what was added since the last time; return mean loss, samples per second, and whether to stop."""
+        seconds = time.perf_counter() - self.time
+        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
+        mine[:2] = self.sums
+        dist.all_reduce(mine)
+        loss, correct, count, stop, worker_seconds = mine.tolist()
+        self.totals = [a + b for a, b in zip(self.totals, (loss, correct, count))]
+        steps_per_second = (step - self.step) * dist.get_world_size() / worker_seconds
+        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
+        self.sums.zero_()
+        self.count, self.step, self.time = 0, step, time.perf_counter()
+        return loss / count, count / seconds, stop > 0
+# --- end ---
+
+
+def main():
+    worker = find_worker()
+    args = parse_arguments()
+    set_threads(worker)
+    join_group(worker, "gloo", args.timeout)
+
+    inputs, targets, true_weight, true_bias = generate_data(args.samples, args.seed)
+    dataset = TensorDataset(inputs, targets)
+    torch.manual_seed(args.seed)
+    model = torch.nn.Linear(INPUTS, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
+
+    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads, writes and prints
+    log = print if worker.rank == 0 else lambda *_: None
+    run = {"script": "cpu_ddp", "seed": args.seed, "lr": args.lr, "samples": args.samples, "bf16": args.bf16,
+           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    step, run = resume(checkpoint, run, args.fresh, state)
+    global_batch = run["global_batch"]  # of the snapshot: it stays when the number of workers changes
+    batch_size = share(global_batch, worker.world_size, len(dataset))
+    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+    total_steps = args.epochs * steps_per_epoch
+    log(f"cpu_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples | "
+        f"steps {step} to {total_steps}")
+
+    if step >= total_steps:
+        together(set_status, checkpoint, "finished")
+        log(f"already finished: {args.checkpoint} holds step {step}; more --epochs go on from there, --fresh starts over")
+        return 0
+
+    ddp_model = wrap(model, inputs[:batch_size])
+    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
+    stop = StopSignal()
+    meter = Meter(torch.device("cpu"), stop)
+    while step < total_steps:
+        epoch, first_batch = divmod(step, steps_per_epoch)
+        sampler.set_epoch(epoch)
+        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
+        meter.start_epoch(step)
+        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+                loss = F.mse_loss(ddp_model(x), y)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            meter.add(loss, 0, len(y))
+
+            epoch_ends, saves = step % steps_per_epoch == 0, step % (args.save_every_steps or total_steps) == 0
+            if epoch_ends:
+                scheduler.step()
+                saves = saves or (epoch + 1) % args.save_every == 0
+            stopped = False
+            if epoch_ends or step % args.log_every == 0 or meter.due(step):
+                loss, speed, stopped = meter.reduce(step)
+                if step % args.log_every == 0:
+                    left = timedelta(seconds=round((total_steps - step) * global_batch / speed))
+                    log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss:.5f}  "
+                        f"{speed:,.0f} samples/s  {left} left")
+            if saves or stopped:
+                together(save_snapshot, checkpoint, step, run, state)
+            if stopped and step < total_steps:
+                return stop.leave(checkpoint, step)
+        loss, _, count = meter.totals
+        seconds = time.perf_counter() - meter.epoch_start
+        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss / count:.5f}  {seconds:.2f} s  {count / seconds:,.0f} samples/s")
+
+    set_status(checkpoint, "finished")
+    error = torch.cat([(model.weight - true_weight).flatten(), model.bias - true_bias]).abs().max()
+    log(f"finished: the learned weights are within {error:.4f} of the true ones; the noise alone moves them by about "
+        f"{NOISE / math.sqrt(len(dataset)):.4f}, and keeps the loss from falling below {NOISE ** 2:.5f}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
