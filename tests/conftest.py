@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from slurm_lab import slurm_lab  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parent.parent
 

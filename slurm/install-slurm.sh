@@ -1,0 +1,301 @@
+#!/usr/bin/env bash
+# Slurm on Debian or Ubuntu, with or without systemd, cgroup v1 or v2. As root:
+#
+#   install-slurm.sh            make this machine a one-node cluster, and prove it by running a job
+#   install-slurm.sh --remove   stop it and delete every file this script wrote
+#   install-slurm.sh --controller NAME[=ADDRESS] --node NAME[=ADDRESS][,KEY=VALUE…]… [--out FOLDER]
+#                               several machines: write the configuration and a key into FOLDER
+#                               (slurm-cluster) and print the commands that bring them to every machine
+#   install-slurm.sh --print-config [--controller …] [--node …]…      only print slurm.conf
+#
+# Options: --set KEY=VALUE               a line of slurm.conf, in place of this script's own ("--set KEY=": none)
+#          --partition 'NAME KEY=VALUE…' in place of the one partition, `main`; may be repeated
+#          --cgroup v1|v2|none           when the nodes differ from this machine
+# A NAME is what `hostname -s` says on that machine. A node's KEY=VALUEs are what `slurmd -C` prints there, and
+# Gres=gpu:COUNT; a node without any is taken to be like this machine.
+# Running it again is harmless. A configuration that this script did not write is never touched.
+set -euo pipefail
+
+marker='# Written by install-slurm.sh, which overwrites and removes only files that begin with this line.'
+etc=/etc/slurm
+files=(slurm.conf gres.conf cgroup.conf)
+packages=(munge slurmctld slurmd slurm-client)
+
+die() { echo "install-slurm.sh: $*" >&2; exit 1; }
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit "$1"; }
+
+# ---- what this machine has ----------------------------------------------------------------------------------
+
+gpus() { find /dev -maxdepth 1 -regex '/dev/nvidia[0-9]+' -printf '%f\n' | sed 's/nvidia//' | sort -n | paste -sd,; }
+
+this_machine() {
+    command -v slurmd >/dev/null || die "slurmd, which knows this machine's hardware, is missing: apt-get install slurmd"
+    local spec count memory
+    spec=$(slurmd -C | sed -n 's/^NodeName=[^ ]* //p')
+    memory=$(value RealMemory "$spec")
+    # 5 % less: a node that comes back from a new kernel with less memory than it promised would be drained
+    spec=${spec/RealMemory=$memory/RealMemory=$((memory * 95 / 100))}
+    count=$(gpus | tr ',' '\n' | grep -c . || true)
+    if [ "$count" -gt 0 ]; then spec+=" Gres=gpu:$count"; fi
+    echo "$spec"
+}
+
+cgroups() {     # v1 and v2 where slurmd can use them, none in most containers
+    if [ -w /sys/fs/cgroup/freezer ] && [ -w /sys/fs/cgroup/memory ] && [ -w /sys/fs/cgroup/cpuset ]; then
+        echo v1
+    elif [ -d /run/systemd/system ] && grep -qs memory /sys/fs/cgroup/cgroup.controllers &&
+        { ! command -v slurmd >/dev/null || compgen -G '/usr/lib/*/slurm*/cgroup_v2.so' >/dev/null; }; then
+        echo v2     # slurmd asks systemd, over D-Bus, for its part of the tree; Slurm 21.08 (Ubuntu 22.04) cannot yet
+    else
+        echo none
+    fi
+}
+
+# ---- the configuration --------------------------------------------------------------------------------------
+
+slurm_conf() {
+    local text node spec set share memory_per_cpu=''
+    text="ClusterName=cluster
+SlurmctldHost=${controller%%=*}(${controller#*=})
+SlurmUser=slurm
+AuthType=auth/munge
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+StateSaveLocation=/var/lib/slurm/slurmctld
+SlurmdSpoolDir=/var/lib/slurm/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile=/var/log/slurm/slurmctld.log
+SlurmdLogFile=/var/log/slurm/slurmd.log
+JobAcctGatherType=jobacct_gather/linux"
+    case $cgroup in
+        none) text+=$'\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/affinity' ;;
+        *) text+=$'\nProctrackType=proctrack/cgroup\nTaskPlugin=task/affinity,task/cgroup' ;;
+    esac
+    if [[ "${specs[*]}" == *Gres=gpu* ]]; then text+=$'\nGresTypes=gpu'; fi
+    for spec in "${specs[@]}"; do   # without this a job that asks for no memory gets all of it, and so the whole node
+        share=$(($(value RealMemory "$spec") / $(value CPUs "$spec")))
+        if [ -z "$memory_per_cpu" ] || [ "$share" -lt "$memory_per_cpu" ]; then memory_per_cpu=$share; fi
+    done
+    text+=$'\n'"DefMemPerCPU=$memory_per_cpu"
+    for set in "${sets[@]}"; do
+        text=$(grep -vi "^${set%%=*}=" <<<"$text")
+        if [ -n "${set#*=}" ]; then text+=$'\n'$set; fi
+    done
+    echo "$marker"
+    echo "$text"
+    for node in "${!names[@]}"; do
+        echo "NodeName=${names[node]} NodeAddr=${addresses[node]} ${specs[node]} State=UNKNOWN"
+    done
+    printf 'PartitionName=%s\n' "${partitions[@]}"
+}
+
+value() { sed -nE "s/(.* )?$1=([^ ]*).*/\2/p" <<<"$2"; }    # value KEY 'KEY=VALUE KEY=VALUE…'
+
+gres_conf() {
+    local node gres type count list
+    echo "$marker"
+    for node in "${!names[@]}"; do
+        if [[ "${specs[node]}" != *Gres=gpu* ]]; then continue; fi
+        gres=$(value Gres "${specs[node]}")         # gpu:COUNT or gpu:TYPE:COUNT
+        count=${gres##*:}
+        type=${gres#gpu}; type=${type%"$count"}; type=${type//:/}
+        list=$(seq -s, 0 $((count - 1)))
+        if [ -n "${local_gpus:-}" ]; then list=$local_gpus; fi
+        echo "NodeName=${names[node]} Name=gpu ${type:+Type=$type }File=/dev/nvidia[$list]"
+    done
+}
+
+cgroup_conf() {
+    echo "$marker"
+    case $cgroup in
+        # linuxproc needs no cgroup, but slurmd loads a plugin all the same: before 24.05 v1 is the one that does nothing
+        none) if [[ "$(slurmd -V 2>/dev/null)" > "slurm-wlm 24" ]]; then echo CgroupPlugin=disabled; else echo CgroupPlugin=cgroup/v1; fi ;;
+        *) printf '%s\n' "CgroupPlugin=cgroup/$cgroup" ConstrainCores=yes ConstrainRAMSpace=yes ConstrainDevices=yes ;;
+    esac
+}
+
+write_configuration() {     # write_configuration FOLDER; says by its status whether anything changed
+    local file text changed=1
+    for file in "${files[@]}"; do
+        if [ "$file" = gres.conf ] && [[ "${specs[*]}" != *Gres=gpu* ]]; then rm -f "$1/$file"; continue; fi
+        text=$("${file/./_}")
+        if [ "$(cat "$1/$file" 2>/dev/null)" = "$text" ]; then continue; fi
+        echo "$text" >"$1/$file"
+        chmod 644 "$1/$file"
+        changed=0
+    done
+    return $changed
+}
+
+refuse_foreign() {      # refuse_foreign FOLDER
+    local file
+    for file in "${files[@]}"; do
+        if [ -e "$1/$file" ] && ! ours "$1/$file"; then
+            die "$1/$file was not written by this script: move it away first, or keep it and do without this script"
+        fi
+    done
+}
+
+ours() { [ "$(head -n 1 "$1" 2>/dev/null)" = "$marker" ]; }
+
+# ---- one machine --------------------------------------------------------------------------------------------
+
+# The namespace, so that a host does not take a slurmd in a container of its own for its own.
+running() { pgrep --ns $$ --nslist pid --exact "$1" >/dev/null; }
+
+stop() {
+    if [ -d /run/systemd/system ]; then systemctl stop "$1"; else pkill --ns $$ --nslist pid --exact "$2" || true; fi
+    for _ in {1..150}; do running "$2" || return 0; sleep 0.1; done
+    die "$2 does not stop: see /var/log/slurm/$2.log"
+}
+
+start() {
+    running "$2" || service "$1" start >/dev/null || true
+    for _ in {1..50}; do if running "$2"; then return; fi; sleep 0.1; done
+    die "$2 does not start: see /var/log/slurm/$2.log or \`journalctl -u $1\`"
+}
+
+install_here() {
+    local state=''
+    refuse_foreign $etc
+    if ! dpkg --status "${packages[@]}" >/dev/null 2>&1; then
+        command -v apt-get >/dev/null || die "there is no apt-get here: this script is for Debian and Ubuntu"
+        apt-get update -q
+        DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${packages[@]}"
+    fi
+    describe_this_machine
+    if write_configuration $etc; then
+        stop slurmd slurmd
+        stop slurmctld slurmctld
+    fi
+    if [ ! -e /etc/munge/munge.key ]; then
+        (umask 077 && head -c 128 /dev/urandom >/etc/munge/munge.key)
+        chown munge: /etc/munge/munge.key
+    fi
+    install -d -o slurm -g slurm /var/log/slurm /var/lib/slurm /var/lib/slurm/slurmctld
+    start munge munged
+    start slurmctld slurmctld
+    start slurmd slurmd
+    for _ in {1..150}; do
+        state=$(sinfo --noheader --nodes="${names[0]}" --format=%t 2>/dev/null | head -n 1 || true)
+        case $state in
+            idle | mix | alloc) break ;;
+            drain*) die "the node is drained ($(sinfo -hRo %E)): mend that, then scontrol update nodename=${names[0]} state=resume" ;;
+        esac
+        sleep 0.2
+    done
+    sinfo || die "the controller does not answer: see /var/log/slurm/slurmctld.log"
+    case $state in
+        idle) echo "srun hostname: $(timeout 30 srun --immediate=20 hostname)" ;;
+        mix | alloc) echo "The node is at work, so no test job was run." ;;
+        *) die "after 30 s the node is ${state:-unknown}, not idle: see /var/log/slurm/slurmd.log and slurmctld.log" ;;
+    esac
+}
+
+remove_here() {
+    local file
+    refuse_foreign $etc
+    if ! ours $etc/slurm.conf; then echo "There is no configuration of this script's in $etc."; return; fi
+    stop slurmd slurmd
+    stop slurmctld slurmctld
+    stop munge munged
+    for file in "${files[@]}"; do rm -f "$etc/$file"; done
+    find /var/lib/slurm/slurmctld /var/lib/slurm/slurmd -mindepth 1 -delete 2>/dev/null || true
+    rm -f /var/log/slurm/slurmctld.log /var/log/slurm/slurmd.log
+    echo "Removed. The packages stay; apt-get purge ${packages[*]} removes them too."
+}
+
+# ---- several machines ---------------------------------------------------------------------------------------
+
+write_cluster() {
+    local i address role machines=("$controller")
+    mkdir -p "$out"
+    refuse_foreign "$out"
+    write_configuration "$out" || true
+    if [ ! -e "$out/munge.key" ]; then (umask 077 && head -c 128 /dev/urandom >"$out/munge.key"); fi
+    cat <<END
+$out/ holds the configuration, and the key that lets machines into the cluster. Every machine needs the same
+users with the same numbers, the same time of day, and a shared folder for the jobs. From here, as one who may
+ssh to root:
+
+END
+    for i in "${!names[@]}"; do
+        if [ "${names[i]}" != "${controller%%=*}" ]; then machines+=("${names[i]}=${addresses[i]}"); fi
+    done
+    for i in "${!machines[@]}"; do
+        address=${machines[i]#*=}
+        role=slurmd
+        if [ "$i" = 0 ]; then
+            role=slurmctld
+            if [[ " ${names[*]} " == *" ${controller%%=*} "* ]]; then role+=' slurmd'; fi
+        fi
+        cat <<END
+# ${machines[i]%%=*}: $role
+scp -pr '$out' root@$address:/root/slurm-cluster
+ssh root@$address 'set -e
+  apt-get update && apt-get install -y munge $role slurm-client
+  install -b -o munge -g munge -m 400 /root/slurm-cluster/munge.key /etc/munge/munge.key
+  install -b -m 644 /root/slurm-cluster/*.conf $etc/
+  rm -r /root/slurm-cluster
+  for daemon in munge $role; do service \$daemon restart; done'
+
+END
+    done
+    echo "Then, on any of them: sinfo; srun --nodes=${#names[@]} hostname"
+}
+
+# ---- the command line ---------------------------------------------------------------------------------------
+
+describe_this_machine() {       # --node was not given
+    local name
+    name=$(hostname -s)
+    names=("$name") addresses=(127.0.0.1) specs=("$(this_machine)")
+    local_gpus=$(gpus)
+    controller=${controller:-$name=127.0.0.1}
+}
+
+action=install controller='' out=slurm-cluster cgroup=$(cgroups)
+names=() addresses=() specs=() sets=() partitions=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) usage 0 ;;
+        --remove) action=remove; shift; continue ;;
+        --print-config) action=print; shift; continue ;;
+        --controller | --node | --set | --partition | --out | --cgroup) [ $# -gt 1 ] || die "$1 needs a value" ;;
+        *) usage 2 >&2 ;;
+    esac
+    case $1 in
+        --controller) controller=$2; [[ $2 == *=* ]] || controller=$2=$2 ;;
+        --node)
+            node=${2%%,*}
+            names+=("${node%%=*}") addresses+=("${node#*=}")
+            specs+=("$(sed 's/^[^,]*,*//; s/,/ /g' <<<"$2")") ;;
+        --set) [[ $2 == *=* ]] || die "--set wants KEY=VALUE, not $2"; sets+=("$2") ;;
+        --partition) partitions+=("$2") ;;
+        --out) out=$2 ;;
+        --cgroup) [[ $2 == @(v1|v2|none) ]] || die "--cgroup is v1, v2 or none, not $2"; cgroup=$2 ;;
+    esac
+    shift 2
+done
+[ ${#partitions[@]} -gt 0 ] || partitions=('main Nodes=ALL Default=YES MaxTime=INFINITE State=UP')
+if [ "$action" = install ] && [ "$controller${names[*]}" ]; then action=cluster; fi
+if [ "$action" = cluster ] && { [ -z "$controller" ] || [ ${#names[@]} = 0 ]; }; then
+    die "several machines need --controller NAME=ADDRESS and a --node NAME=ADDRESS for each node"
+fi
+for i in "${!names[@]}"; do
+    specs[i]=${specs[i]:-$(this_machine)}
+    if [ -z "$(value CPUs "${specs[i]}")" ] || [ -z "$(value RealMemory "${specs[i]}")" ]; then
+        die "node ${names[i]} lacks CPUs= or RealMemory=: give it what \`slurmd -C\` prints there, with commas between"
+    fi
+done
+if [[ $action == @(install|remove) ]] && [ "$(id -u)" != 0 ]; then die "only root may: sudo bash $0 …"; fi
+
+case $action in
+    print) [ ${#names[@]} -gt 0 ] || describe_this_machine; slurm_conf ;;
+    cluster) write_cluster ;;
+    install) install_here ;;
+    remove) remove_here ;;
+esac
