@@ -126,12 +126,13 @@ def run(main):
 # --- end ---
 
 
-# --- shared: process group ---
+# --- shared: worker ---
 class Worker(NamedTuple):
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
+    cpus: int = 0  # that a Slurm step grants to each task, where it says so
 
 
 def find_worker():
@@ -140,7 +141,7 @@ def find_worker():
     A Slurm step's are translated into torchrun's, which init_process_group reads. The leftovers of
     an allocation, or the shell of `srun --pty`, are no step. UserError names what is missing or wrong.
     """
-    env, names = os.environ, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     in_pty = "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid())
     try:
         if not any(name in env for name in names[:3]):
@@ -153,10 +154,11 @@ def find_worker():
             env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
             env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
                        LOCAL_WORLD_SIZE=str(-(-tasks // nodes)))
+            cpus = int(env.get("SLURM_CPUS_PER_TASK", 0))
         rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
         if not (0 <= local_rank <= rank < world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
             raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
-        return Worker(rank, local_rank, world_size, int(env.get("LOCAL_WORLD_SIZE", 1)))
+        return Worker(rank, local_rank, world_size, int(env.get("LOCAL_WORLD_SIZE", 1)), cpus)
     except KeyError as error:
         problem = f"{error.args[0]} is missing from the environment"
     except ValueError as error:
@@ -166,19 +168,21 @@ def find_worker():
 
 def set_threads(worker):
     """Give this worker its share of the cores it may run on, unless the user has set OMP_NUM_THREADS."""
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which sets 1 for several workers: nobody's choice
-    if os.environ.get("OMP_NUM_THREADS", "1") != "1" or "OMP_NUM_THREADS" in os.environ and not by_torchrun:
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ):  # torchrun's 1 is nobody's choice
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as limit:  # a container's
         quota, period = map(int, limit.read().split())
         cores = min(cores, max(1, quota // period))
-    per_task = None if by_torchrun else os.environ.get("SLURM_CPUS_PER_TASK")
-    torch.set_num_threads(int(per_task or max(1, cores // worker.local_world_size)))
+    torch.set_num_threads(worker.cpus or max(1, cores // worker.local_world_size))
+# --- end ---
 
 
-def join_group(worker, backend, timeout, **options):
+# --- shared: group ---
+def join_group(worker, backend, timeout, device=None):
     """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
+    options = {"device_id": device} if backend == "nccl" else {}
     if worker.world_size == 1:
         options.update(store=dist.HashStore(), rank=0, world_size=1)  # alone: needs no port
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
@@ -207,14 +211,14 @@ def describe_group():
             f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
 
 
-def wrap(model, example, **options):
+def wrap(model, example):
     """Return model in DistributedDataParallel, its gradient buckets in their final order.
 
     DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
     zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
     every step: nobody reads them before the evaluation.
     """
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1, **options)
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
     ddp_model.broadcast_buffers = False
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
@@ -227,23 +231,25 @@ def wrap(model, example, **options):
 
 
 # --- shared: resume ---
-def resume(path, run, fresh, parts):
-    """Load this run's snapshot into the parts of every worker; return its step and its run, or 0 and this run.
+def load_snapshot(path, run, fresh):
+    """Return this run's snapshot on every worker, or one of step 0, without a model, where there is none.
 
     Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
     """
     together(set_status, path, "running")
-    found = [together(find_snapshot, path, run, fresh)]
+    found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
     dist.broadcast_object_list(found)
-    if found[0] is None:
-        together(save_snapshot, path, 0, run, parts)  # fixes the global batch for a group that re-forms smaller
-        return 0, run
+    return found[0]
+
+
+def restore(snapshot, parts):
+    """Load the snapshot's state_dicts into the parts (model, optimizer, scheduler)."""
     try:
         for name, part in parts.items():
-            part.load_state_dict(found[0][name])
+            if name in snapshot:
+                part.load_state_dict(snapshot[name])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path} does not fit this model ({first_line(error)}): give another --checkpoint, or --fresh") from error
-    return found[0]["step"], found[0]["run"]
+        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
 
 
 def share(global_batch, world_size, samples):
@@ -284,13 +290,6 @@ class StopSignal:
             elif now - first > 2:
                 os._exit(128 + signum)
 
-    def leave(self, path, step):
-        """Print on rank 0 how to go on, and return the exit status of a stopped run."""
-        set_status(path, "preempted")
-        if dist.get_rank() == 0:
-            kept = f"saved in {path}, the same command goes on from there" if path else "nothing is saved without --checkpoint"
-            print(f"stopped by a signal after step {step}: {kept}")
-        return 75
 # --- end ---
 
 
@@ -317,6 +316,11 @@ def set_status(path, word):
     """Say in path.status whether the run is running, preempted or finished: torchrun hides its workers' exit status."""
     if path:
         write_whole(f"{path}.status", f"{word}\n".encode())
+
+
+def save_is_due(args, step, steps_per_epoch):
+    every = args.save_every * steps_per_epoch, args.save_every_steps or math.inf, args.epochs * steps_per_epoch
+    return any(step % interval == 0 for interval in every)
 
 
 def save_snapshot(path, step, run, parts):
@@ -376,43 +380,54 @@ def find_snapshot(path, run, fresh):
 # --- end ---
 
 
-# --- shared: meter ---
-class Meter:
-    """Sums of loss and hits over all workers, reduced about once a second: every step would be half of a small one.
+# --- shared: progress ---
+class Progress:
+    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
 
     The stop signal rides on that reduction, so that all workers obey it after the same step.
     """
 
-    def __init__(self, device, stop):
-        self.device, self.stop, self.interval = device, stop, 1
+    def __init__(self, args, stop, device, steps_per_epoch):
+        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
+        self.interval = 1  # steps between two reductions
 
     def start_epoch(self, step):
-        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0]
-        self.count, self.step, self.time = 0, step, time.perf_counter()
-        self.epoch_start = self.time
+        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
+        self.count, self.step, self.start = 0, step, time.perf_counter()
+        self.time = self.start
 
-    def add(self, loss, correct, count):
-        """Add one batch: its mean loss and number of hits (tensors, not waited for) and its number of samples."""
+    def add(self, loss, hits, count):
+        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
         self.sums[0] += loss.detach() * count
-        self.sums[1] += correct
+        self.sums[1] += hits
         self.count += count
 
-    def due(self, step):
-        return step >= self.step + self.interval
-
-    def reduce(self, step):
-        """Reduce what was added since the last time; return mean loss, samples per second, and whether to stop."""
+    def after(self, step):
+        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
+        logs, steps = step % self.args.log_every == 0, step - self.step
+        if step % self.steps_per_epoch and not logs and steps < self.interval:
+            return False
         seconds = time.perf_counter() - self.time
         mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
         mine[:2] = self.sums
         dist.all_reduce(mine)
-        loss, correct, count, stop, worker_seconds = mine.tolist()
-        self.totals = [a + b for a, b in zip(self.totals, (loss, correct, count))]
-        steps_per_second = (step - self.step) * dist.get_world_size() / worker_seconds
+        *sums, stopped, worker_seconds = mine.tolist()
+        self.totals = [total + new for total, new in zip(self.totals, sums)]
+        steps_per_second = steps * dist.get_world_size() / worker_seconds
         self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
         self.sums.zero_()
         self.count, self.step, self.time = 0, step, time.perf_counter()
-        return loss / count, count / seconds, stop > 0
+        if logs and dist.get_rank() == 0:
+            steps = self.args.epochs * self.steps_per_epoch
+            left = timedelta(seconds=round((steps - step) / steps_per_second))
+            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
+        return stopped > 0
+
+    def epoch(self):
+        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
+        loss, hits, count = self.totals
+        seconds = time.perf_counter() - self.start
+        return loss / count, hits / count, seconds, count / seconds
 # --- end ---
 
 
@@ -421,41 +436,41 @@ def main():
     args = parse_arguments()
     set_threads(worker)
     join_group(worker, "gloo", args.timeout)
-
+    log = print if worker.rank == 0 else lambda *_: None
     inputs, targets, true_weight, true_bias = generate_data(args.samples, args.seed)
     dataset = TensorDataset(inputs, targets)
+
+    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
+    run = {"script": "cpu_ddp", "seed": args.seed, "lr": args.lr, "samples": args.samples, "bf16": args.bf16,
+           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    snapshot = load_snapshot(checkpoint, run, args.fresh)
+    step, run = snapshot["step"], snapshot["run"]
+    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
+    batch_size = share(global_batch, worker.world_size, len(dataset))
+    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+    total_steps = args.epochs * steps_per_epoch
+    log(f"cpu_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples | steps {step} to {total_steps}")
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        return 0
+
     torch.manual_seed(args.seed)
     model = torch.nn.Linear(INPUTS, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
-
-    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads, writes and prints
-    log = print if worker.rank == 0 else lambda *_: None
-    run = {"script": "cpu_ddp", "seed": args.seed, "lr": args.lr, "samples": args.samples, "bf16": args.bf16,
-           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    step, run = resume(checkpoint, run, args.fresh, state)
-    global_batch = run["global_batch"]  # of the snapshot: it stays when the number of workers changes
-    batch_size = share(global_batch, worker.world_size, len(dataset))
-    steps_per_epoch = math.ceil(len(dataset) / global_batch)
-    total_steps = args.epochs * steps_per_epoch
-    log(f"cpu_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples | "
-        f"steps {step} to {total_steps}")
-
-    if step >= total_steps:
-        together(set_status, checkpoint, "finished")
-        log(f"already finished: {args.checkpoint} holds step {step}; more --epochs go on from there, --fresh starts over")
-        return 0
-
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    restore(snapshot, parts)
+    if step == 0:
+        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
     ddp_model = wrap(model, inputs[:batch_size])
     sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
-    stop = StopSignal()
-    meter = Meter(torch.device("cpu"), stop)
+    progress = Progress(args, StopSignal(), torch.device("cpu"), steps_per_epoch)
     while step < total_steps:
         epoch, first_batch = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
         batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
-        meter.start_epoch(step)
+        progress.start_epoch(step)
         for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
@@ -463,30 +478,23 @@ def main():
             loss.backward()
             optimizer.step()
             step += 1
-            meter.add(loss, 0, len(y))
-
-            epoch_ends, saves = step % steps_per_epoch == 0, step % (args.save_every_steps or total_steps) == 0
-            if epoch_ends:
+            if step % steps_per_epoch == 0:
                 scheduler.step()
-                saves = saves or (epoch + 1) % args.save_every == 0
-            stopped = False
-            if epoch_ends or step % args.log_every == 0 or meter.due(step):
-                loss, speed, stopped = meter.reduce(step)
-                if step % args.log_every == 0:
-                    left = timedelta(seconds=round((total_steps - step) * global_batch / speed))
-                    log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss:.5f}  "
-                        f"{speed:,.0f} samples/s  {left} left")
-            if saves or stopped:
-                together(save_snapshot, checkpoint, step, run, state)
+            progress.add(loss, 0, len(y))
+            stopped = progress.after(step)
+            if stopped or save_is_due(args, step, steps_per_epoch):
+                together(save_snapshot, checkpoint, step, run, parts)
             if stopped and step < total_steps:
-                return stop.leave(checkpoint, step)
-        loss, _, count = meter.totals
-        seconds = time.perf_counter() - meter.epoch_start
-        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss / count:.5f}  {seconds:.2f} s  {count / seconds:,.0f} samples/s")
+                set_status(checkpoint, "preempted")
+                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
+                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                return 75
+        loss, _, seconds, speed = progress.epoch()
+        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.5f}  {seconds:.2f} s  {speed:,.0f} samples/s")
 
     set_status(checkpoint, "finished")
     error = torch.cat([(model.weight - true_weight).flatten(), model.bias - true_bias]).abs().max()
-    log(f"finished: the learned weights are within {error:.4f} of the true ones; the noise alone moves them by about "
+    log(f"the learned weights are within {error:.4f} of the true ones; the noise alone moves them by about "
         f"{NOISE / math.sqrt(len(dataset)):.4f}, and keeps the loss from falling below {NOISE ** 2:.5f}")
     return 0
 

@@ -1,0 +1,672 @@
+#!/usr/bin/env python3
+"""Train a small CNN on Fashion-MNIST with DistributedDataParallel.
+
+Mirrors the HPC.NRW guide "Distributed Data Parallel (DDP) with PyTorch on HPC" (University of Bonn):
+its model, its batch and its launch by mp.spawn.
+
+    python train.py                                   # one worker per visible GPU, or one on the CPU
+    python train.py --nproc 2                         # two workers, on the CPU too
+    torchrun --nproc-per-node=2 train.py
+    torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
+    srun --nodes=2 --ntasks-per-node=4 python train.py
+
+To train on your own images: return them from load_images, and your model from CNN.
+
+With --checkpoint FILE the run may be killed at any moment and started again, and ends with the same
+bits (on GPUs with --deterministic). FILE.previous is the snapshot before; FILE.status says running,
+preempted or finished. A run that cannot save stops at once: better than hours that nothing keeps.
+Exit status: 0 finished, 75 stopped by a signal (start it again), 1 failed.
+"""
+import argparse
+import contextlib
+import io
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+DATASET, IMAGE_SHAPE = "FashionMNIST", (1, 28, 28)  # of torchvision.datasets
+FILES = "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--epochs", type=at_least(1), default=5, help="passes over the data")
+    add("--batch-size", type=at_least(1), default=64, help="images per worker and step")
+    add("--lr", type=at_least(0, float), default=1e-3, help="learning rate of Adam")
+    add("--seed", type=at_least(0), default=0, help="of the weights, the order, the flips and the dropout")
+    add("--nproc", type=at_least(1), help="workers that plain python starts (default: one per visible GPU, else 1)")
+    add("--data-dir", default="data", help="folder of the data set, which is downloaded if it is not there")
+    add("--fake-data", type=at_least(10), nargs="?", const=512, metavar="N", help="train on N generated images")
+    add("--checkpoint", metavar="FILE", help="snapshot to save and to resume from")
+    add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="snapshot interval")
+    add("--save-every-steps", type=at_least(1), metavar="STEPS", help="snapshot interval within long epochs")
+    add("--fresh", action="store_true", help="start over though there is a snapshot")
+    add("--log-every", type=at_least(1), default=100, metavar="STEPS", help="interval of progress lines")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="how long to wait for a silent worker")
+    add("--bf16", action="store_true", help="compute in bfloat16 where autocast finds it safe")
+    add("--deterministic", action="store_true", help="the same bits in every run on a GPU, more slowly")
+    return parser.parse_args()
+
+
+# --- shared: data ---
+def load_images(args, train):
+    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
+
+    UserError names the folder and the files that torchvision expects there.
+    """
+    if args.fake_data:
+        return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
+    import torchvision  # takes a second, which fake data need not spend
+    try:
+        data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
+        images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
+            raise ValueError("images and labels do not fit together")
+    except Exception as error:  # whatever torchvision makes of missing and damaged files
+        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({first_line(error)}): it needs {FILES} there; "
+                        "--data-dir names another folder, --fake-data needs none") from error
+    return images, labels
+
+
+def fake_images(count, seed, train):
+    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
+    channels, height, width = IMAGE_SHAPE
+    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
+    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
+    labels = torch.arange(count) % 10
+    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
+    return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
+
+
+def download(args):
+    """Fetch the data set if it is not there: into a folder of its own, then file by file in place.
+
+    So two runs at once do no harm. What is there already, as archives or in part, is used.
+    """
+    with contextlib.suppress(UserError):
+        return load_images(args, train=True), load_images(args, train=False)
+    import torchvision
+    socket.setdefaulttimeout(30)  # a firewall that drops packets would hold it for minutes
+    try:
+        os.makedirs(args.data_dir, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=args.data_dir) as folder, contextlib.redirect_stdout(io.StringIO()):
+            top = FILES.split("/")[0]
+            if os.path.isdir(f"{args.data_dir}/{top}"):
+                shutil.copytree(f"{args.data_dir}/{top}", f"{folder}/{top}")
+            getattr(torchvision.datasets, DATASET)(folder, download=True)
+            for file in filter(Path.is_file, Path(folder).rglob("*")):
+                target = args.data_dir / file.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+    except Exception as error:  # no network, a mirror that is down, a full disk: load_images says what is missing
+        print(f"warning: {DATASET} could not be downloaded ({first_line(error)})", file=sys.stderr)
+# --- end ---
+
+
+class CNN(nn.Module):
+    """The tutorial's model: (N, 1, 28, 28) to (N, 10), 1.2 million parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = torch.flatten(self.dropout1(x), 1)
+        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+
+
+def prepare(images, augment=False):
+    """Return uint8 images (N, 1, 28, 28) as floats from 0 to 1; augment flips about half of them."""
+    images = images.float().div_(255)
+    if augment:
+        flips = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
+        images = torch.where(flips, images.flip(3), images)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def schedule(progress):
+    """Return the factor of the learning rate: up for the first fifth of the steps, then down to 0 (one cycle)."""
+    return min(progress / 0.2, (1 - progress) / 0.8)
+
+
+# --- shared: errors ---
+class UserError(Exception):
+    """A mistake that one line explains. Rank 0 prints it, unless `speaks` says whether this worker does."""
+
+    def __init__(self, message, speaks=None):
+        super().__init__(message)
+        self.speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")  # one line, not a page from every worker
+
+
+def at_least(minimum, kind=int):
+    """Return an argparse type for finite numbers from minimum on."""
+    def number(text):
+        if not minimum <= kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        return kind(text)
+    return number
+
+
+def first_line(error):
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def run(main):
+    """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
+    status, problem = 1, None
+    try:
+        status = main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except UserError as error:
+        problem = str(error) if error.speaks else None
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            problem = "out of memory: lower --batch-size or start more workers"
+        elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
+            problem = (f"lost the other workers ({first_line(error)}): see whether they run and reach "
+                       f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
+                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>); start again")
+        else:
+            raise
+        rank = int(os.environ.get("RANK", 0))
+        problem += f" [rank {rank} on {socket.gethostname()}]"
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_DFL)
+        time.sleep(min(0.3 * rank, 3))  # the lowest rank speaks; its launcher then ends the others
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Python's own teardown can hang in a process group whose peer is gone
+# --- end ---
+
+
+# --- shared: worker ---
+class Worker(NamedTuple):
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    cpus: int = 0  # that a Slurm step grants to each task, where it says so
+
+
+def find_worker():
+    """Return who this process is, from torchrun's variables, else from a Slurm step's, else alone.
+
+    A Slurm step's are translated into torchrun's, which init_process_group reads. The leftovers of
+    an allocation, or the shell of `srun --pty`, are no step. UserError names what is missing or wrong.
+    """
+    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    in_pty = "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid())
+    try:
+        if not any(name in env for name in names[:3]):
+            if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
+                return Worker(0, 0, 1, 1)
+            tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
+            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT", 0))
+            first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
+            env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+            env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
+            env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
+                       LOCAL_WORLD_SIZE=str(-(-tasks // nodes)))
+            cpus = int(env.get("SLURM_CPUS_PER_TASK", 0))
+        rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
+        if not (0 <= local_rank <= rank < world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
+            raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
+        return Worker(rank, local_rank, world_size, int(env.get("LOCAL_WORLD_SIZE", 1)), cpus)
+    except KeyError as error:
+        problem = f"{error.args[0]} is missing from the environment"
+    except ValueError as error:
+        problem = f"wrong environment: {error}"
+    raise UserError(f"{problem}; start with torchrun or srun, or unset {', '.join(names[:3])} for one worker")
+
+
+def set_threads(worker):
+    """Give this worker its share of the cores it may run on, unless the user has set OMP_NUM_THREADS."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ):  # torchrun's 1 is nobody's choice
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as limit:  # a container's
+        quota, period = map(int, limit.read().split())
+        cores = min(cores, max(1, quota // period))
+    torch.set_num_threads(worker.cpus or max(1, cores // worker.local_world_size))
+# --- end ---
+
+
+# --- shared: device ---
+def pick_device(worker, deterministic):
+    """Return this worker's device and its backend: its GPU and nccl, or the CPU and gloo.
+
+    UserError where a node has fewer GPUs than workers, unless Slurm shows each task one of its own.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return torch.device("cpu"), "gloo"
+    by_slurm = "SLURM_STEP_NUM_TASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    index = 0 if gpus == 1 and by_slurm else worker.local_rank
+    if index >= gpus:
+        raise UserError(f"{worker.local_world_size} workers on {socket.gethostname()}, which shows {gpus} GPUs: start "
+                        f"{gpus} per node, or set CUDA_VISIBLE_DEVICES= to use the CPU", speaks=index == gpus)
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), "nccl"
+# --- end ---
+
+
+# --- shared: group ---
+def join_group(worker, backend, timeout, device=None):
+    """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
+    options = {"device_id": device} if backend == "nccl" else {}
+    if worker.world_size == 1:
+        options.update(store=dist.HashStore(), rank=0, world_size=1)  # alone: needs no port
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
+
+
+def together(action, *arguments):
+    """Return action(*arguments), run on every worker; if it fails on any, the lowest one says why and all stop."""
+    result = problem = None
+    try:
+        result = action(*arguments)
+    except (UserError, OSError) as error:
+        problem = f"{error} [rank {dist.get_rank()} on {socket.gethostname()}]"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise UserError(problem, speaks=rank == dist.get_rank())
+    return result
+
+
+def describe_group():
+    """Return the number of workers, their hosts, backend, threads and torch version, for the first line of the log."""
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return (f"{len(hosts)} worker{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))} | {dist.get_backend()}, "
+            f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
+
+
+def wrap(model, example):
+    """Return model in DistributedDataParallel, its gradient buckets in their final order.
+
+    DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
+    zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
+    every step: nobody reads them before the evaluation.
+    """
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    ddp_model.broadcast_buffers = False
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    for _ in range(2):
+        ddp_model(torch.zeros_like(example)).sum().backward()
+    ddp_model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers):
+        buffer.copy_(before)
+    return ddp_model
+# --- end ---
+
+
+# --- shared: stop signal ---
+class StopSignal:
+    """Remembers SIGTERM, SIGINT or SIGUSR1 until all workers leave together; a second one ends this worker at once.
+
+    Repeats within 2 seconds are one signal: torchrun and mp.spawn deliver some twice. A thread reads them from
+    a pipe, since a Python handler would not run while the main thread waits in a collective.
+    """
+
+    def __init__(self):
+        self.signum = 0
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, lambda *_: None)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+
+    def _watch(self, reader):
+        while True:
+            signum, now = os.read(reader, 1)[0], time.monotonic()
+            if not self.signum:
+                self.signum, first = signum, now
+            elif now - first > 2:
+                os._exit(128 + signum)
+
+# --- end ---
+
+
+# --- shared: snapshot ---
+def write_whole(path, data, previous=None):
+    """Replace the file at path in one step, so that a kill leaves the old or the new; keep the old one as previous."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if previous and os.path.exists(path):
+            os.replace(path, previous)
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.tmp")
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room there or choose another --checkpoint "
+                        "and start again; the last good snapshot is whole") from error
+
+
+def set_status(path, word):
+    """Say in path.status whether the run is running, preempted or finished: torchrun hides its workers' exit status."""
+    if path:
+        write_whole(f"{path}.status", f"{word}\n".encode())
+
+
+def save_is_due(args, step, steps_per_epoch):
+    every = args.save_every * steps_per_epoch, args.save_every_steps or math.inf, args.epochs * steps_per_epoch
+    return any(step % interval == 0 for interval in every)
+
+
+def save_snapshot(path, step, run, parts):
+    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before."""
+    if path:
+        data = io.BytesIO()
+        torch.save({"step": step, "run": run, **{name: part.state_dict() for name, part in parts.items()}}, data)
+        write_whole(path, data.getbuffer(), previous=f"{path}.previous")
+
+
+def read_snapshot(path):
+    """Return the state at path. Raises FileNotFoundError, or something else where the file is not whole."""
+    with open(path, "rb") as file:
+        data = io.BytesIO(file.read())
+    with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums
+        if archive.testzip():
+            raise ValueError("wrong checksum")
+    data.seek(0)
+    state = torch.load(data, map_location="cpu", weights_only=True)  # executes nothing
+    if set(state) != {"model", "optimizer", "scheduler", "step", "run"}:
+        raise ValueError("not a snapshot")
+    return state
+
+
+def find_snapshot(path, run, fresh):
+    """Return the newest whole snapshot of this run, or None. A damaged one is kept aside, never overwritten.
+
+    UserError if there is none whole, or if it is another run's: `run` differs in more than how the global
+    batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
+    """
+    if path and os.path.isdir(path):
+        raise UserError(f"--checkpoint {path} is a folder: name a file")
+    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) for by in ("TORCHELASTIC", "SLURM"))
+    damage = None
+    for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
+        try:
+            state = read_snapshot(candidate)
+            theirs = state["run"]
+            differing = [key for key in run if theirs.get(key) != run[key]]
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
+            damage = damage or f"{candidate} is damaged ({first_line(error)})"
+            continue
+        if differing and differing not in (["batch_size"], ["global_batch"]):
+            raise UserError(f"{candidate} is of another run: " + ", ".join(
+                f"{key} is {theirs.get(key)} there, {run[key]} here" for key in differing)
+                + "; give that run's flags, another --checkpoint, or --fresh to start over")
+        if damage:
+            if os.path.exists(path):
+                os.rename(path, f"{path}.damaged-{time.time_ns()}")
+            print(f"warning: {damage}: moved aside, going on from {candidate}", file=sys.stderr)
+        return state
+    if damage:
+        raise UserError(f"{damage} and no whole one is before it: move it away, or --fresh to start over")
+    return None
+# --- end ---
+
+
+# --- shared: resume ---
+def load_snapshot(path, run, fresh):
+    """Return this run's snapshot on every worker, or one of step 0, without a model, where there is none.
+
+    Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
+    """
+    together(set_status, path, "running")
+    found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def restore(snapshot, parts):
+    """Load the snapshot's state_dicts into the parts (model, optimizer, scheduler)."""
+    try:
+        for name, part in parts.items():
+            if name in snapshot:
+                part.load_state_dict(snapshot[name])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
+
+
+def share(global_batch, world_size, samples):
+    """Return the samples per worker of a global batch; UserError where it cannot be split or exceeds the data."""
+    if global_batch > samples:
+        raise UserError(f"a global batch of {global_batch} is more than the {samples} training samples: "
+                        "lower --batch-size or start fewer workers")
+    if global_batch % world_size:
+        fitting = [str(n) for n in range(1, global_batch + 1) if global_batch % n == 0]
+        raise UserError(f"this run's global batch of {global_batch} cannot be split over {world_size} workers: "
+                        f"start {', '.join(fitting)}")
+    return global_batch // world_size
+# --- end ---
+
+
+# --- shared: progress ---
+class Progress:
+    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
+
+    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    """
+
+    def __init__(self, args, stop, device, steps_per_epoch):
+        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
+        self.interval = 1  # steps between two reductions
+
+    def start_epoch(self, step):
+        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
+        self.count, self.step, self.start = 0, step, time.perf_counter()
+        self.time = self.start
+
+    def add(self, loss, hits, count):
+        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
+        self.sums[0] += loss.detach() * count
+        self.sums[1] += hits
+        self.count += count
+
+    def after(self, step):
+        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
+        logs, steps = step % self.args.log_every == 0, step - self.step
+        if step % self.steps_per_epoch and not logs and steps < self.interval:
+            return False
+        seconds = time.perf_counter() - self.time
+        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
+        mine[:2] = self.sums
+        dist.all_reduce(mine)
+        *sums, stopped, worker_seconds = mine.tolist()
+        self.totals = [total + new for total, new in zip(self.totals, sums)]
+        steps_per_second = steps * dist.get_world_size() / worker_seconds
+        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
+        self.sums.zero_()
+        self.count, self.step, self.time = 0, step, time.perf_counter()
+        if logs and dist.get_rank() == 0:
+            steps = self.args.epochs * self.steps_per_epoch
+            left = timedelta(seconds=round((steps - step) / steps_per_second))
+            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
+        return stopped > 0
+
+    def epoch(self):
+        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
+        loss, hits, count = self.totals
+        seconds = time.perf_counter() - self.start
+        return loss / count, hits / count, seconds, count / seconds
+# --- end ---
+
+
+# --- shared: evaluation ---
+@torch.no_grad()
+def evaluate(model, prepare, images, labels):
+    """Return how many of the test images all workers together get right, and how many there are: each counts once.
+
+    A sampler would pad to equal shares and count some twice. BatchNorm's statistics are rank 0's.
+    """
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    model.eval()
+    counts = torch.zeros(2, dtype=torch.int64, device=labels.device)
+    for mine in torch.arange(dist.get_rank(), len(labels), dist.get_world_size(), device=labels.device).split(500):
+        counts[0] += (model(prepare(images[mine])).argmax(1) == labels[mine]).sum()
+        counts[1] += len(mine)
+    model.train()
+    dist.all_reduce(counts)
+    return counts.tolist()
+# --- end ---
+
+
+def main():
+    worker = find_worker()
+    args = parse_arguments()
+    nproc = args.nproc or max(1, torch.cuda.device_count())
+    if "RANK" in os.environ:
+        if args.nproc:
+            raise UserError("--nproc is for plain python: here the launcher starts the workers (torchrun --nproc-per-node)")
+    elif nproc > 1:
+        return spawn_workers(nproc)
+    return train(worker, args)
+
+
+def spawn_workers(nproc):
+    """Run this script in nproc processes with torchrun's variables, pass signals on, return their exit status."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+                      WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+    workers = mp.spawn(spawned, nprocs=nproc, join=False)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, lambda signum, _: [process.is_alive() and os.kill(process.pid, signum) for process in workers.processes])
+    try:
+        while not workers.join():
+            pass
+    except mp.ProcessExitedException as error:
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    return 0
+
+
+def spawned(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    run(lambda: train(find_worker(), parse_arguments()))
+
+
+def train(worker, args):
+    set_threads(worker)
+    device, backend = pick_device(worker, args.deterministic)
+    join_group(worker, backend, args.timeout, device)
+    log = print if worker.rank == 0 else lambda *_: None
+    if not args.fake_data:
+        together(download if worker.rank == 0 else bool, args)
+        together(download if worker.local_rank == 0 else bool, args)  # where each node has a disk of its own
+    images, labels, test_images, test_labels = [
+        tensor.to(device) for train in (True, False) for tensor in together(load_images, args, train)]
+    dataset = TensorDataset(images, labels)
+    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
+    run = {"script": "fashionmnist_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
+           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    snapshot = load_snapshot(checkpoint, run, args.fresh)
+    step, run = snapshot["step"], snapshot["run"]
+    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
+    batch_size = share(global_batch, worker.world_size, len(dataset))
+    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+    total_steps = args.epochs * steps_per_epoch
+    log(f"fashionmnist_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} images, "
+        f"{len(test_labels)} to test | steps {step} to {total_steps}")
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        return 0
+
+    torch.manual_seed(args.seed)
+    model = CNN().to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule((step + 1) / (total_steps + 1)))
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    restore(snapshot, parts)
+    if step == 0:
+        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    ddp_model = wrap(model, prepare(images[:batch_size]))
+    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
+    progress = Progress(args, StopSignal(), device, steps_per_epoch)
+    while step < total_steps:
+        epoch, first_batch = divmod(step, steps_per_epoch)
+        sampler.set_epoch(epoch)
+        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
+        progress.start_epoch(step)
+        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            torch.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for dropout and flips too
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                logits = ddp_model(prepare(x, augment=True))
+                loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            progress.add(loss, (logits.argmax(1) == y).sum(), len(y))
+            stopped = progress.after(step)
+            if stopped or save_is_due(args, step, steps_per_epoch):
+                together(save_snapshot, checkpoint, step, run, parts)
+            if stopped and step < total_steps:
+                set_status(checkpoint, "preempted")
+                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
+                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                return 75
+        if step == total_steps:
+            set_status(checkpoint, "finished")
+        loss, accuracy, seconds, speed = progress.epoch()
+        hits, tested = evaluate(model, prepare, test_images, test_labels)
+        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {accuracy:.4f}  "
+            f"test accuracy {hits / tested:.4f} ({hits}/{tested})  {seconds:.1f} s  {speed:,.0f} images/s")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
