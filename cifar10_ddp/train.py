@@ -78,7 +78,6 @@ def load_images(args, train):
     """
     if args.fake_data:
         return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
-    import torchvision  # takes a second, which fake data need not spend
     try:
         data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
         images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
@@ -108,7 +107,6 @@ def download(args):
     """
     with contextlib.suppress(UserError):
         return load_images(args, train=True), load_images(args, train=False)
-    import torchvision
     socket.setdefaulttimeout(30)  # a firewall that drops packets would hold it for minutes
     try:
         os.makedirs(args.data_dir, exist_ok=True)
@@ -200,7 +198,7 @@ def first_line(error):
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
-def run(main):
+def launch(main):
     """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
     status, problem = 1, None
@@ -583,6 +581,8 @@ def evaluate(model, prepare, images, labels):
 def main():
     worker = find_worker()
     args = parse_arguments()
+    torch.manual_seed(args.seed)
+    model, size = build_model(args.model)
     set_threads(worker)
     device, backend = pick_device(worker, args.deterministic)
     join_group(worker, backend, args.timeout, device)
@@ -609,8 +609,6 @@ def main():
         log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
         return 0
 
-    torch.manual_seed(args.seed)
-    model, size = build_model(args.model)
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * global_batch / 256, momentum=0.9, nesterov=True,
                                 weight_decay=5e-4, fused=True)
@@ -656,4 +654,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    launch(main)

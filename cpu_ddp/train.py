@@ -94,7 +94,7 @@ def first_line(error):
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
-def run(main):
+def launch(main):
     """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
     status, problem = 1, None
@@ -500,4 +500,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    launch(main)

@@ -40,6 +40,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
+import torchvision
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
@@ -76,7 +77,6 @@ def load_images(args, train):
     """
     if args.fake_data:
         return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
-    import torchvision  # takes a second, which fake data need not spend
     try:
         data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
         images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
@@ -106,7 +106,6 @@ def download(args):
     """
     with contextlib.suppress(UserError):
         return load_images(args, train=True), load_images(args, train=False)
-    import torchvision
     socket.setdefaulttimeout(30)  # a firewall that drops packets would hold it for minutes
     try:
         os.makedirs(args.data_dir, exist_ok=True)
@@ -184,7 +183,7 @@ def first_line(error):
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
-def run(main):
+def launch(main):
     """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
     status, problem = 1, None
@@ -594,7 +593,7 @@ def spawn_workers(nproc):
 
 def spawned(rank):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    run(lambda: train(find_worker(), parse_arguments()))
+    launch(lambda: train(find_worker(), parse_arguments()))
 
 
 def train(worker, args):
@@ -669,4 +668,4 @@ def train(worker, args):
 
 
 if __name__ == "__main__":
-    run(main)
+    launch(main)

@@ -1,0 +1,614 @@
+#!/usr/bin/env python3
+"""Train a small MLP on synthetic data with DistributedDataParallel, or measure a cluster with --model.
+
+Mirrors the synthetic_data_example of "A complete tutorial to run a distributed training on multiple nodes".
+The data is drawn from a seed, the same on every worker, and shared out by a sampler.
+
+    python train.py                                   # one worker: on a GPU, or the CPU
+    torchrun --nproc-per-node=2 train.py
+    torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
+    srun --nodes=2 --ntasks-per-node=4 python train.py
+    torchrun --nproc-per-node=4 train.py --model resnet50 --batch-size 64
+
+With --model it trains nothing that lasts: it times steps of that torchvision classifier on random images,
+with and without the exchange of gradients. Their ratio is the scaling efficiency: 1 where the exchange
+hides behind the computation.
+
+With --checkpoint FILE the run may be killed at any moment and started again, and ends with the same
+bits (on GPUs with --deterministic). FILE.previous is the snapshot before; FILE.status says running,
+preempted or finished. A run that cannot save stops at once: better than hours that nothing keeps.
+Exit status: 0 finished, 75 stopped by a signal (start it again), 1 failed.
+"""
+import argparse
+import contextlib
+import difflib
+import io
+import math
+import os
+import re
+import resource
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+import zipfile
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import torchvision
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+INPUTS, HIDDEN, CLASSES = 10, 5, 3
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--epochs", type=at_least(1), default=10, help="passes over the data")
+    add("--batch-size", type=at_least(1), default=32, help="samples per worker and step")
+    add("--lr", type=at_least(0, float), default=0.01, help="learning rate of Adam")
+    add("--seed", type=at_least(0), default=0, help="of the data, the weights and the order")
+    add("--samples", type=at_least(1), default=2048, help="training samples to generate, and a quarter as many to test")
+    add("--model", help="measure this classifier of torchvision.models instead, for example resnet50")
+    add("--image-size", type=at_least(1), default=224, help="with --model: pixels of a square image's side")
+    add("--steps", type=at_least(1), default=20, help="with --model: steps to time, after 5 that do not count")
+    add("--checkpoint", metavar="FILE", help="snapshot to save and to resume from")
+    add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="snapshot interval")
+    add("--save-every-steps", type=at_least(1), metavar="STEPS", help="snapshot interval within long epochs")
+    add("--fresh", action="store_true", help="start over though there is a snapshot")
+    add("--log-every", type=at_least(1), default=100, metavar="STEPS", help="interval of progress lines")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="how long to wait for a silent worker")
+    add("--bf16", action="store_true", help="compute in bfloat16 where autocast finds it safe")
+    add("--deterministic", action="store_true", help="the same bits in every run on a GPU, more slowly")
+    return parser.parse_args()
+
+
+def generate_data(samples, seed, train):
+    """Return inputs (samples, 10) and labels (samples,): the largest of three random linear functions, on every worker."""
+    functions = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(seed))
+    inputs = torch.randn(samples, INPUTS, generator=torch.Generator().manual_seed(2 * seed + train))
+    return inputs, F.linear(inputs, functions).argmax(1)
+
+
+# --- shared: errors ---
+class UserError(Exception):
+    """A mistake that one line explains. Rank 0 prints it, unless `speaks` says whether this worker does."""
+
+    def __init__(self, message, speaks=None):
+        super().__init__(message)
+        self.speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")  # one line, not a page from every worker
+
+
+def at_least(minimum, kind=int):
+    """Return an argparse type for finite numbers from minimum on."""
+    def number(text):
+        if not minimum <= kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        return kind(text)
+    return number
+
+
+def first_line(error):
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def launch(main):
+    """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
+    status, problem = 1, None
+    try:
+        status = main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except UserError as error:
+        problem = str(error) if error.speaks else None
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            problem = "out of memory: lower --batch-size or start more workers"
+        elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
+            problem = (f"lost the other workers ({first_line(error)}): see whether they run and reach "
+                       f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
+                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>); start again")
+        else:
+            raise
+        rank = int(os.environ.get("RANK", 0))
+        problem += f" [rank {rank} on {socket.gethostname()}]"
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_DFL)
+        time.sleep(min(0.3 * rank, 3))  # the lowest rank speaks; its launcher then ends the others
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Python's own teardown can hang in a process group whose peer is gone
+# --- end ---
+
+
+# --- shared: worker ---
+class Worker(NamedTuple):
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    cpus: int = 0  # that a Slurm step grants to each task, where it says so
+
+
+def find_worker():
+    """Return who this process is, from torchrun's variables, else from a Slurm step's, else alone.
+
+    A Slurm step's are translated into torchrun's, which init_process_group reads. The leftovers of
+    an allocation, or the shell of `srun --pty`, are no step. UserError names what is missing or wrong.
+    """
+    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    in_pty = "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid())
+    try:
+        if not any(name in env for name in names[:3]):
+            if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
+                return Worker(0, 0, 1, 1)
+            tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
+            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT", 0))
+            first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
+            env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+            env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
+            env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
+                       LOCAL_WORLD_SIZE=str(-(-tasks // nodes)))
+            cpus = int(env.get("SLURM_CPUS_PER_TASK", 0))
+        rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
+        if not (0 <= local_rank <= rank < world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
+            raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
+        return Worker(rank, local_rank, world_size, int(env.get("LOCAL_WORLD_SIZE", 1)), cpus)
+    except KeyError as error:
+        problem = f"{error.args[0]} is missing from the environment"
+    except ValueError as error:
+        problem = f"wrong environment: {error}"
+    raise UserError(f"{problem}; start with torchrun or srun, or unset {', '.join(names[:3])} for one worker")
+
+
+def set_threads(worker):
+    """Give this worker its share of the cores it may run on, unless the user has set OMP_NUM_THREADS."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ):  # torchrun's 1 is nobody's choice
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as limit:  # a container's
+        quota, period = map(int, limit.read().split())
+        cores = min(cores, max(1, quota // period))
+    torch.set_num_threads(worker.cpus or max(1, cores // worker.local_world_size))
+# --- end ---
+
+
+# --- shared: device ---
+def pick_device(worker, deterministic):
+    """Return this worker's device and its backend: its GPU and nccl, or the CPU and gloo.
+
+    UserError where a node has fewer GPUs than workers, unless Slurm shows each task one of its own.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return torch.device("cpu"), "gloo"
+    by_slurm = "SLURM_STEP_NUM_TASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    index = 0 if gpus == 1 and by_slurm else worker.local_rank
+    if index >= gpus:
+        raise UserError(f"{worker.local_world_size} workers on {socket.gethostname()}, which shows {gpus} GPUs: start "
+                        f"{gpus} per node, or set CUDA_VISIBLE_DEVICES= to use the CPU", speaks=index == gpus)
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index), "nccl"
+# --- end ---
+
+
+# --- shared: group ---
+def join_group(worker, backend, timeout, device=None):
+    """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
+    options = {"device_id": device} if backend == "nccl" else {}
+    if worker.world_size == 1:
+        options.update(store=dist.HashStore(), rank=0, world_size=1)  # alone: needs no port
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
+
+
+def together(action, *arguments):
+    """Return action(*arguments), run on every worker; if it fails on any, the lowest one says why and all stop."""
+    result = problem = None
+    try:
+        result = action(*arguments)
+    except (UserError, OSError) as error:
+        problem = f"{error} [rank {dist.get_rank()} on {socket.gethostname()}]"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise UserError(problem, speaks=rank == dist.get_rank())
+    return result
+
+
+def describe_group():
+    """Return the number of workers, their hosts, backend, threads and torch version, for the first line of the log."""
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return (f"{len(hosts)} worker{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))} | {dist.get_backend()}, "
+            f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
+
+
+def wrap(model, example):
+    """Return model in DistributedDataParallel, its gradient buckets in their final order.
+
+    DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
+    zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
+    every step: nobody reads them before the evaluation.
+    """
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    ddp_model.broadcast_buffers = False
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    for _ in range(2):
+        ddp_model(torch.zeros_like(example)).sum().backward()
+    ddp_model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers):
+        buffer.copy_(before)
+    return ddp_model
+# --- end ---
+
+
+# --- shared: stop signal ---
+class StopSignal:
+    """Remembers SIGTERM, SIGINT or SIGUSR1 until all workers leave together; a second one ends this worker at once.
+
+    Repeats within 2 seconds are one signal: torchrun and mp.spawn deliver some twice. A thread reads them from
+    a pipe, since a Python handler would not run while the main thread waits in a collective.
+    """
+
+    def __init__(self):
+        self.signum = 0
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, lambda *_: None)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+
+    def _watch(self, reader):
+        while True:
+            signum, now = os.read(reader, 1)[0], time.monotonic()
+            if not self.signum:
+                self.signum, first = signum, now
+            elif now - first > 2:
+                os._exit(128 + signum)
+
+# --- end ---
+
+
+# --- shared: snapshot ---
+def write_whole(path, data, previous=None):
+    """Replace the file at path in one step, so that a kill leaves the old or the new; keep the old one as previous."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if previous and os.path.exists(path):
+            os.replace(path, previous)
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.tmp")
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room there or choose another --checkpoint "
+                        "and start again; the last good snapshot is whole") from error
+
+
+def set_status(path, word):
+    """Say in path.status whether the run is running, preempted or finished: torchrun hides its workers' exit status."""
+    if path:
+        write_whole(f"{path}.status", f"{word}\n".encode())
+
+
+def save_is_due(args, step, steps_per_epoch):
+    every = args.save_every * steps_per_epoch, args.save_every_steps or math.inf, args.epochs * steps_per_epoch
+    return any(step % interval == 0 for interval in every)
+
+
+def save_snapshot(path, step, run, parts):
+    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before."""
+    if path:
+        data = io.BytesIO()
+        torch.save({"step": step, "run": run, **{name: part.state_dict() for name, part in parts.items()}}, data)
+        write_whole(path, data.getbuffer(), previous=f"{path}.previous")
+
+
+def read_snapshot(path):
+    """Return the state at path. Raises FileNotFoundError, or something else where the file is not whole."""
+    with open(path, "rb") as file:
+        data = io.BytesIO(file.read())
+    with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums
+        if archive.testzip():
+            raise ValueError("wrong checksum")
+    data.seek(0)
+    state = torch.load(data, map_location="cpu", weights_only=True)  # executes nothing
+    if set(state) != {"model", "optimizer", "scheduler", "step", "run"}:
+        raise ValueError("not a snapshot")
+    return state
+
+
+def find_snapshot(path, run, fresh):
+    """Return the newest whole snapshot of this run, or None. A damaged one is kept aside, never overwritten.
+
+    UserError if there is none whole, or if it is another run's: `run` differs in more than how the global
+    batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
+    """
+    if path and os.path.isdir(path):
+        raise UserError(f"--checkpoint {path} is a folder: name a file")
+    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) for by in ("TORCHELASTIC", "SLURM"))
+    damage = None
+    for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
+        try:
+            state = read_snapshot(candidate)
+            theirs = state["run"]
+            differing = [key for key in run if theirs.get(key) != run[key]]
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
+            damage = damage or f"{candidate} is damaged ({first_line(error)})"
+            continue
+        if differing and differing not in (["batch_size"], ["global_batch"]):
+            raise UserError(f"{candidate} is of another run: " + ", ".join(
+                f"{key} is {theirs.get(key)} there, {run[key]} here" for key in differing)
+                + "; give that run's flags, another --checkpoint, or --fresh to start over")
+        if damage:
+            if os.path.exists(path):
+                os.rename(path, f"{path}.damaged-{time.time_ns()}")
+            print(f"warning: {damage}: moved aside, going on from {candidate}", file=sys.stderr)
+        return state
+    if damage:
+        raise UserError(f"{damage} and no whole one is before it: move it away, or --fresh to start over")
+    return None
+# --- end ---
+
+
+# --- shared: resume ---
+def load_snapshot(path, run, fresh):
+    """Return this run's snapshot on every worker, or one of step 0, without a model, where there is none.
+
+    Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
+    """
+    together(set_status, path, "running")
+    found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def restore(snapshot, parts):
+    """Load the snapshot's state_dicts into the parts (model, optimizer, scheduler)."""
+    try:
+        for name, part in parts.items():
+            if name in snapshot:
+                part.load_state_dict(snapshot[name])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
+
+
+def share(global_batch, world_size, samples):
+    """Return the samples per worker of a global batch; UserError where it cannot be split or exceeds the data."""
+    if global_batch > samples:
+        raise UserError(f"a global batch of {global_batch} is more than the {samples} training samples: "
+                        "lower --batch-size or start fewer workers")
+    if global_batch % world_size:
+        fitting = [str(n) for n in range(1, global_batch + 1) if global_batch % n == 0]
+        raise UserError(f"this run's global batch of {global_batch} cannot be split over {world_size} workers: "
+                        f"start {', '.join(fitting)}")
+    return global_batch // world_size
+# --- end ---
+
+
+# --- shared: progress ---
+class Progress:
+    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
+
+    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    """
+
+    def __init__(self, args, stop, device, steps_per_epoch):
+        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
+        self.interval = 1  # steps between two reductions
+
+    def start_epoch(self, step):
+        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
+        self.count, self.step, self.start = 0, step, time.perf_counter()
+        self.time = self.start
+
+    def add(self, loss, hits, count):
+        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
+        self.sums[0] += loss.detach() * count
+        self.sums[1] += hits
+        self.count += count
+
+    def after(self, step):
+        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
+        logs, steps = step % self.args.log_every == 0, step - self.step
+        if step % self.steps_per_epoch and not logs and steps < self.interval:
+            return False
+        seconds = time.perf_counter() - self.time
+        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
+        mine[:2] = self.sums
+        dist.all_reduce(mine)
+        *sums, stopped, worker_seconds = mine.tolist()
+        self.totals = [total + new for total, new in zip(self.totals, sums)]
+        steps_per_second = steps * dist.get_world_size() / worker_seconds
+        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
+        self.sums.zero_()
+        self.count, self.step, self.time = 0, step, time.perf_counter()
+        if logs and dist.get_rank() == 0:
+            steps = self.args.epochs * self.steps_per_epoch
+            left = timedelta(seconds=round((steps - step) / steps_per_second))
+            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
+        return stopped > 0
+
+    def epoch(self):
+        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
+        loss, hits, count = self.totals
+        seconds = time.perf_counter() - self.start
+        return loss / count, hits / count, seconds, count / seconds
+# --- end ---
+
+
+# --- shared: evaluation ---
+@torch.no_grad()
+def evaluate(model, prepare, images, labels):
+    """Return how many of the test images all workers together get right, and how many there are: each counts once.
+
+    A sampler would pad to equal shares and count some twice. BatchNorm's statistics are rank 0's.
+    """
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    model.eval()
+    counts = torch.zeros(2, dtype=torch.int64, device=labels.device)
+    for mine in torch.arange(dist.get_rank(), len(labels), dist.get_world_size(), device=labels.device).split(500):
+        counts[0] += (model(prepare(images[mine])).argmax(1) == labels[mine]).sum()
+        counts[1] += len(mine)
+    model.train()
+    dist.all_reduce(counts)
+    return counts.tolist()
+# --- end ---
+
+
+def check_model(name):
+    """UserError, with close names, where torchvision has no classifier of this name."""
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name and name not in names:
+        close = difflib.get_close_matches(name, names, n=4, cutoff=0.4) or names[:4]
+        raise UserError(f"--model {name} is not in torchvision.models: {', '.join(close)} come close")
+
+
+def measure(args, device, log):
+    """Time steps of args.model on random images, with the exchange of gradients and without (DDP's no_sync).
+
+    Both kinds alternate, so that a busy moment hits both. A step takes as long as the slowest worker's.
+    """
+    one_output = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
+    model = torchvision.models.get_model(args.model, weights=None, **one_output).to(device, memory_format=torch.channels_last)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (args.batch_size,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    ddp_model = wrap(model, images)
+    log(f"synthetic_ddp: {describe_group()} | {args.model} | {args.batch_size} images of {args.image_size} pixels per worker")
+
+    def time_step(exchange):
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if exchange else ddp_model.no_sync():
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                loss = F.cross_entropy(ddp_model(images), labels)
+            loss.backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for _ in range(5):
+        time_step(True)
+    seconds = torch.tensor([[time_step(True), time_step(False)] for _ in range(args.steps)], device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    exchanged, alone = seconds.median(0).values.tolist()
+    peak = torch.tensor(torch.cuda.max_memory_allocated() if device.type == "cuda" else
+                        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    log(f"{dist.get_world_size() * args.batch_size / exchanged:,.1f} images/s | step {1000 * exchanged:.1f} ms, without exchange "
+        f"{1000 * alone:.1f} ms: scaling efficiency {alone / exchanged:.3f} | {size / 1e6:.1f} MB of gradients per step "
+        f"and worker | peak memory {peak.item() / 2**20:,.0f} MiB")
+
+
+def main():
+    worker = find_worker()
+    args = parse_arguments()
+    check_model(args.model)
+    set_threads(worker)
+    device, backend = pick_device(worker, args.deterministic)
+    join_group(worker, backend, args.timeout, device)
+    log = print if worker.rank == 0 else lambda *_: None
+    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
+    if args.model:
+        together(set_status, checkpoint, "running")
+        measure(args, device, log)
+        set_status(checkpoint, "finished")
+        return 0
+    data = [generate_data(args.samples, args.seed, True), generate_data(max(1, args.samples // 4), args.seed, False)]
+    (inputs, labels), (test_inputs, test_labels) = [[tensor.to(device) for tensor in pair] for pair in data]
+    dataset = TensorDataset(inputs, labels)
+
+    run = {"script": "synthetic_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
+           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    snapshot = load_snapshot(checkpoint, run, args.fresh)
+    step, run = snapshot["step"], snapshot["run"]
+    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
+    batch_size = share(global_batch, worker.world_size, len(dataset))
+    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+    total_steps = args.epochs * steps_per_epoch
+    log(f"synthetic_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples, "
+        f"{len(test_labels)} to test | steps {step} to {total_steps}")
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        return 0
+
+    torch.manual_seed(args.seed)
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    restore(snapshot, parts)
+    if step == 0:
+        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    ddp_model = wrap(model, inputs[:batch_size])
+    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
+    progress = Progress(args, StopSignal(), device, steps_per_epoch)
+    while step < total_steps:
+        epoch, first_batch = divmod(step, steps_per_epoch)
+        sampler.set_epoch(epoch)
+        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
+        progress.start_epoch(step)
+        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                logits = ddp_model(x)
+                loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % steps_per_epoch == 0:
+                scheduler.step()
+            progress.add(loss, (logits.argmax(1) == y).sum(), len(y))
+            stopped = progress.after(step)
+            if stopped or save_is_due(args, step, steps_per_epoch):
+                together(save_snapshot, checkpoint, step, run, parts)
+            if stopped and step < total_steps:
+                set_status(checkpoint, "preempted")
+                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
+                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                return 75
+        if step == total_steps:
+            set_status(checkpoint, "finished")
+        loss, accuracy, seconds, speed = progress.epoch()
+        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels)
+        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {accuracy:.4f}  "
+            f"test accuracy {hits / tested:.4f} ({hits}/{tested})  {seconds:.1f} s  {speed:,.0f} samples/s")
+    return 0
+
+
+if __name__ == "__main__":
+    launch(main)
