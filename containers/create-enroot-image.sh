@@ -23,8 +23,8 @@ folder=$(mktemp -d "$(dirname "$output")/.enroot.XXXXXX" 2>/dev/null) ||
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 130' INT TERM HUP
 
-if ! enroot import --output "$folder/image.sqsh" "$image" 2> >(tee "$folder/log" | grep --line-buffered INFO >&2); then
-    sleep 0.1  # for tee's last line
+# Its progress is shown, its complaints become one line
+if ! enroot import --output "$folder/image.sqsh" "$image" 2>&1 | tee "$folder/log" | { grep --line-buffered INFO || true; }; then
     reason=$(grep -m 1 -E 'ERROR|[Ee]rror|[Ff]ailed|No space' "$folder/log" || tail -n 1 "$folder/log")
     case $(<"$folder/log") in
         *"No space left"* | *"quota exceeded"*)

@@ -152,15 +152,32 @@ stop() {
     die "$2 does not stop: see /var/log/slurm/$2.log"
 }
 
-start() {
-    running "$2" || service "$1" start >/dev/null || true
-    for _ in {1..50}; do if running "$2"; then return; fi; sleep 0.1; done
-    die "$2 does not start: see /var/log/slurm/$2.log or \`journalctl -u $1\`"
+start() { running "$2" || service "$1" start >/dev/null 2>&1 || true; }
+
+died() {    # died DAEMON LOG
+    die "$1 ended: $(grep -sE 'fatal|error' "$2" | tail -n 1 || true) (see $2)"
+}
+
+wait_until_idle() {
+    local state='' deadline=$((SECONDS + 60))
+    while [ $SECONDS -lt $deadline ]; do
+        sleep 0.2
+        running munged || died munged /var/log/munge/munged.log
+        running slurmctld || died slurmctld /var/log/slurm/slurmctld.log
+        running slurmd || died slurmd /var/log/slurm/slurmd.log
+        state=$(timeout 10 sinfo --noheader --nodes="${names[0]}" --format=%t 2>/dev/null | head -n 1 || true)
+        case $state in
+            idle | mix | alloc) return ;;
+            drain*) die "the node is drained ($(sinfo -hRo %E)): mend that, then scontrol update nodename=${names[0]} state=resume" ;;
+        esac
+    done
+    die "after a minute the node is '$state', not idle: see /var/log/slurm/slurmd.log and slurmctld.log"
 }
 
 install_here() {
-    local state=''
     refuse_foreign $etc
+    [ -n "$(hostname -I)" ] || die "Slurm needs a network address besides 127.0.0.1: ip link add br0 type bridge;" \
+        "ip addr add 192.0.2.1/32 dev br0; ip link set br0 up"
     if ! dpkg --status "${packages[@]}" >/dev/null 2>&1; then
         command -v apt-get >/dev/null || die "there is no apt-get here: this script is for Debian and Ubuntu"
         apt-get update -q
@@ -179,32 +196,26 @@ install_here() {
     start munge munged
     start slurmctld slurmctld
     start slurmd slurmd
-    for _ in {1..150}; do
-        state=$(sinfo --noheader --nodes="${names[0]}" --format=%t 2>/dev/null | head -n 1 || true)
-        case $state in
-            idle | mix | alloc) break ;;
-            drain*) die "the node is drained ($(sinfo -hRo %E)): mend that, then scontrol update nodename=${names[0]} state=resume" ;;
-        esac
-        sleep 0.2
-    done
-    sinfo || die "the controller does not answer: see /var/log/slurm/slurmctld.log"
-    case $state in
-        idle) echo "srun hostname: $(timeout 30 srun --immediate=20 hostname)" ;;
-        mix | alloc) echo "The node is at work, so no test job was run." ;;
-        *) die "after 30 s the node is ${state:-unknown}, not idle: see /var/log/slurm/slurmd.log and slurmctld.log" ;;
-    esac
+    wait_until_idle
+    sinfo
+    if [ "$(sinfo --noheader --format=%t)" = idle ]; then
+        echo "srun hostname: $(timeout 30 srun --immediate=20 hostname)"
+    else
+        echo "The node is at work, so no test job was run."
+    fi
 }
 
 remove_here() {
     local file
     refuse_foreign $etc
     if ! ours $etc/slurm.conf; then echo "There is no configuration of this script's in $etc."; return; fi
+    if [ "$(timeout 10 squeue --noheader 2>/dev/null)" ]; then die "there are jobs: let them end, or scancel them"; fi
     stop slurmd slurmd
     stop slurmctld slurmctld
     stop munge munged
     for file in "${files[@]}"; do rm -f "$etc/$file"; done
     find /var/lib/slurm/slurmctld /var/lib/slurm/slurmd -mindepth 1 -delete 2>/dev/null || true
-    rm -f /var/log/slurm/slurmctld.log /var/log/slurm/slurmd.log
+    rm -f /var/log/slurm/slurmctld.log /var/log/slurm/slurmd.log /run/slurmctld.pid /run/slurmd.pid /run/lock/slurm
     echo "Removed. The packages stay; apt-get purge ${packages[*]} removes them too."
 }
 

@@ -375,6 +375,16 @@ def find_snapshot(path, run, fresh):
     if damage:
         raise UserError(f"{damage} and no whole one is before it: move it away, or --fresh to start over")
     return None
+
+
+def restore(snapshot, parts):
+    """Load the snapshot's state_dicts into the parts (model, optimizer, scheduler)."""
+    try:
+        for name, part in parts.items():
+            if name in snapshot:
+                part.load_state_dict(snapshot[name])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
 # --- end ---
 
 
@@ -388,16 +398,6 @@ def load_snapshot(path, run, fresh):
     found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
     dist.broadcast_object_list(found)
     return found[0]
-
-
-def restore(snapshot, parts):
-    """Load the snapshot's state_dicts into the parts (model, optimizer, scheduler)."""
-    try:
-        for name, part in parts.items():
-            if name in snapshot:
-                part.load_state_dict(snapshot[name])
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
 
 
 def share(global_batch, world_size, samples):
