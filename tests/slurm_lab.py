@@ -24,19 +24,27 @@ INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
 APT = "apt-get install -y slurmctld slurmd slurm-client munge iproute2"
 FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
+# A machine's own root of every cgroup tree there is. $own/cgroups holds lines of mount point, type and options.
+MOUNT_CGROUPS = r"""
+mount_cgroups() {       # mount_cgroups SYS
+    [ -e /sys/fs/cgroup/cgroup.procs ] || mount -t tmpfs tmpfs "$1/fs/cgroup"       # v1: many trees side by side
+    while read -r at type options; do
+        mkdir -p "$1${at#/sys}"
+        mount -t "$type" -o "$options" cgroup "$1${at#/sys}"
+    done <"$own/cgroups"
+}
+"""
+
 # PID 1 of a machine: dresses up its namespaces, starts its daemons, reaps orphans. $1 its name, $2 its own folder,
 # $3 what all share, the rest the daemons.
-INIT = r"""
-set -e
+INIT = MOUNT_CGROUPS + r"""set -e
 name=$1 own=$2 lab=$3
 shift 3
 mount --make-rprivate /
 mount -t proc proc /proc
 hostname "$name"
 mount -t sysfs sysfs "$own/sys"                         # so that /sys/class/net shows this machine's interfaces
-mount --rbind /sys/fs/cgroup "$own/sys/fs/cgroup"
-freezer=/sys/fs/cgroup/freezer                          # cgroup v1: where slurmd keeps track of processes; a part of
-[ ! -d $freezer ] || mount --bind "$freezer/${lab##*/}" "$own$freezer"     # its own keeps two labs apart
+mount_cgroups "$own/sys"
 mount --move "$own/sys" /sys
 for folder in /run /dev/shm; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
 chmod 1777 /dev/shm
@@ -65,12 +73,16 @@ while :; do sleep 3600 & wait $!; done
 class Machine:
     """The head or a node; its life and death."""
 
+    init = INIT
+
     def __init__(self, lab, name, address, daemons):
         self.lab, self.name, self.address, self.daemons = lab, name, address, daemons
         self.own = lab.root / name
         self.process = self.network = None
         (self.own / "sys").mkdir(parents=True)
         self.write_hosts()
+        self.cgroups = make_cgroups(f"{lab.root.name}/{name}")
+        (self.own / "cgroups").write_text("".join(f"{at} {kind} {options}\n" for _, at, kind, options in self.cgroups))
 
     def write_hosts(self, loopback=False):
         """What this machine takes names for; `loopback`: its own for 127.0.1.1, as Debian's installer does."""
@@ -92,8 +104,11 @@ class Machine:
         log = open(self.own / "console.log", "ab")
         self.process = subprocess.Popen(
             # the kernel kills the machine when this process dies, and all its processes when its PID 1 dies
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork",
-             "--kill-child=KILL", "bash", "-c", INIT, "init", self.name, self.own, self.lab.root, *self.daemons],
+            ["setpriv", "--pdeathsig", "KILL",
+             "bash", "-c", 'while [ "$1" != -- ]; do echo $$ >"$1/cgroup.procs"; shift; done; shift; exec "$@"', "join",
+             *(folder for folder, *_ in self.cgroups), "--",
+             "unshare", "--net", "--uts", "--mount", "--ipc", "--cgroup", "--pid", "--fork", "--kill-child=KILL",
+             "bash", "-c", self.init, "init", self.name, self.own, self.lab.root, *self.daemons],
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         log.close()
         self.pid = self._first_child()
@@ -149,7 +164,8 @@ class Machine:
         subprocess.run(self.lab.on_head_network("ip", "link", "set", self.name, "up"), check=True, timeout=10)
 
     def inside(self, *command):
-        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--ipc", "--pid", *command]
+        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--ipc", "--cgroup", "--pid",
+                *command]
 
     def exec(self, command, timeout=30, check=True, env=None, cwd="/"):
         """Run a shell command on this machine; returns what it prints, stderr included."""
@@ -167,7 +183,33 @@ def clean_environment():
     return {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN", "SALLOC"))}
 
 
-class Lab:
+def make_cgroups(name):
+    """A folder in every cgroup tree; a list of (folder, the tree's mount point, its type, its options)."""
+    made = []
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, at, kind, options, *_ = line.split()
+        if kind.startswith("cgroup") and at.startswith("/sys/fs/cgroup") and os.access(at, os.W_OK):
+            folder = Path(at)
+            for part in name.split("/"):
+                folder /= part
+                folder.mkdir(exist_ok=True)
+                for file in ("cpuset.cpus", "cpuset.mems"):     # v1: none until told
+                    if (folder / file).exists() and kind == "cgroup":
+                        (folder / file).write_text((folder.parent / file).read_text())
+            tree = [word for word in options.split(",") if word not in ("rw", "nosuid", "nodev", "noexec", "relatime")]
+            if kind == "cgroup2":
+                tree = ["rw"]
+            elif tree[0].startswith("name="):
+                tree = ["none", *tree]
+            made.append((folder, at, kind, ",".join(tree)))
+    return made
+
+
+class Network:
+    """Machines joined by a switch: the head, and nodes."""
+
+    machine = Machine
+
     def __init__(self, root, nodes=3):
         self.root = Path(root)
         self.nodes = [f"c{i + 1}" for i in range(nodes)]
@@ -176,25 +218,36 @@ class Lab:
         self.head = None
         self._node = {}
 
+    def up(self):
+        self.folder.mkdir()
+        self.head = self.machine(self, "head", self.addresses["head"], ["slurmctld"])
+        self._node = {name: self.machine(self, name, self.addresses[name], ["slurmd"]) for name in self.nodes}
+        for machine in (self.head, *self._node.values()):
+            machine.boot()
+
+    def down(self):
+        for machine in (*self._node.values(), self.head):
+            if machine is not None:
+                machine.kill()
+
+    def node(self, name):
+        return self._node[name]
+
     def on_head_network(self, *command):
         return ["nsenter", f"--net=/proc/{self.head.pid}/ns/net", *command]
 
-    # ---- up and down
+
+class Lab(Network):
+    """The machines, and Slurm on them."""
 
     def up(self):
-        for folder in ("shared", "etc", "key", "dev"):
+        for folder in ("etc", "key", "dev"):
             (self.root / folder).mkdir()
-        if FREEZER.exists():
-            (FREEZER / self.root.name).mkdir()
         self._configure()
         nsswitch = Path("/etc/nsswitch.conf").read_text().splitlines()
         (self.root / "nsswitch.conf").write_text(
             "\n".join("hosts: files" if line.startswith("hosts:") else line for line in nsswitch) + "\n")
-        self.head = Machine(self, "head", self.addresses["head"], ["slurmctld"])
-        self._node = {name: Machine(self, name, self.addresses[name], ["slurmd"]) for name in self.nodes}
-        self.head.boot()
-        for node in self._node.values():
-            node.boot()
+        super().up()
         self.wait_for_nodes()
 
     def _configure(self):
@@ -203,7 +256,7 @@ class Lab:
         for gpu in gpus:
             os.mknod(gpu, 0o666 | 0o020000, os.makedev(1, 3))
         etc = self.root / "etc"
-        cgroup = "v1" if os.access(FREEZER, os.W_OK) else "none"    # v2 would need a systemd on every node
+        cgroup = "v1" if os.access("/sys/fs/cgroup/freezer", os.W_OK) else "none"    # v2 would need a systemd on every node
         command = ["bash", INSTALL, "--out", etc, "--cgroup", cgroup, "--controller", f"head={self.addresses['head']}"]
         for name in self.nodes:
             command += ["--node", f"{name}={self.addresses[name]},CPUs=4,RealMemory=10000,Gres=gpu:2"]
@@ -228,11 +281,6 @@ class Lab:
             shutil.chown(path, "munge", "munge")
             path.chmod(0o700)
 
-    def down(self):
-        for machine in (*self._node.values(), self.head):
-            if machine is not None:
-                machine.kill()
-
     def wait_for_nodes(self, timeout=20):
         """Until every node that is switched on is idle."""
         on = [name for name, node in self._node.items() if node.process]
@@ -243,11 +291,6 @@ class Lab:
                 return
             time.sleep(0.1)
         raise AssertionError(f"nodes are {states} after {timeout} s\n{self.logs()}")
-
-    # ---- what tests use
-
-    def node(self, name):
-        return self._node[name]
 
     def loopback_hostnames(self, on):
         """Every machine takes its own name for 127.0.1.1 (Debian's way), or for its address."""
@@ -299,13 +342,12 @@ class Lab:
         return "\n".join(out)
 
 
-FREEZER = Path("/sys/fs/cgroup/freezer")
 PREFIX = "slurm_lab."
 
 
 @contextlib.contextmanager
-def running_lab(nodes=3):
-    """A lab, and nothing of it afterwards."""
+def running(kind, nodes=3):
+    """A Lab or Network, and nothing of it afterwards."""
     for left in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with open(left / "lock", "w") as lock:
             try:
@@ -317,7 +359,7 @@ def running_lab(nodes=3):
     with open(root / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         root.chmod(0o755)
-        lab = Lab(root, nodes)
+        lab = kind(root, nodes)
         try:
             lab.up()
             yield lab
@@ -328,13 +370,15 @@ def running_lab(nodes=3):
 
 def remove(root):
     """What the file systems hold of a lab that is down."""
-    for folder, _, _ in os.walk(FREEZER / root.name, topdown=False):
-        for _ in range(100):
-            try:
-                os.rmdir(folder)
-                break
-            except OSError:     # its last process is still dying
-                time.sleep(0.05)
+    cgroups = Path("/sys/fs/cgroup")
+    for top in (cgroups / root.name, *cgroups.glob(f"*/{root.name}")):
+        for folder, _, _ in os.walk(top, topdown=False):
+            for _ in range(100):
+                try:
+                    os.rmdir(folder)
+                    break
+                except OSError:     # its last process is still dying
+                    time.sleep(0.05)
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -344,7 +388,7 @@ def why_not():
         return "needs root: sudo env PATH=$PATH python -m pytest tests"
     if missing := [p for p in ("slurmctld", "slurmd", "sbatch", "munged", "ip") if not shutil.which(p)]:
         return f"needs {missing[0]}: {APT}"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork",
+    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--ipc", "--cgroup", "--pid", "--fork",
                             "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, timeout=20)
     if probe.returncode:
         return f"needs namespaces, in a container `docker run --privileged`: {probe.stderr.strip()}"
@@ -354,7 +398,7 @@ def why_not():
 def slurm_lab():
     if reason := why_not():
         pytest.skip(reason)
-    with running_lab() as lab:
+    with running(Lab) as lab:
         yield lab
 
 
@@ -363,6 +407,6 @@ if __name__ == "__main__":
         sys.exit(reason)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = time.monotonic()
-    with running_lab(int(sys.argv[1]) if len(sys.argv) > 1 else 3) as lab:
+    with running(Lab, int(sys.argv[1]) if len(sys.argv) > 1 else 3) as lab:
         print(f"up in {time.monotonic() - start:.1f} s: {' '.join(lab.nodes)}; {lab.folder} is shared", flush=True)
         subprocess.run(lab.head.inside("bash", "-c", 'cd "$0" && exec bash', lab.folder))
