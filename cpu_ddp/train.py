@@ -67,6 +67,76 @@ def generate_data(samples, seed):
     return inputs, F.linear(inputs, weight, bias) + noise, weight, bias
 
 
+def main():
+    worker = find_worker()
+    args = parse_arguments()
+    set_threads(worker)
+    join_group(worker, "gloo", args.timeout)
+    log = print if worker.rank == 0 else lambda *_: None
+    inputs, targets, true_weight, true_bias = generate_data(args.samples, args.seed)
+    dataset = TensorDataset(inputs, targets)
+
+    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
+    run = {"script": "cpu_ddp", "seed": args.seed, "lr": args.lr, "samples": args.samples, "bf16": args.bf16,
+           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    snapshot = load_snapshot(checkpoint, run, args.fresh)
+    step, run = snapshot["step"], snapshot["run"]
+    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
+    batch_size = share(global_batch, worker.world_size, len(dataset))
+    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+    total_steps = args.epochs * steps_per_epoch
+    log(f"cpu_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples | steps {step} to {total_steps}")
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        return 0
+
+    torch.manual_seed(args.seed)
+    model = torch.nn.Linear(INPUTS, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    restore(snapshot, parts)
+    if step == 0:
+        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    ddp_model = wrap(model, inputs[:batch_size])
+    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
+    progress = Progress(args, StopSignal(), torch.device("cpu"), steps_per_epoch)
+    while step < total_steps:
+        epoch, first_batch = divmod(step, steps_per_epoch)
+        sampler.set_epoch(epoch)
+        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
+        progress.start_epoch(step)
+        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+                loss = F.mse_loss(ddp_model(x), y)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % steps_per_epoch == 0:
+                scheduler.step()
+            progress.add(loss, 0, len(y))
+            stopped = progress.after(step)
+            if stopped or save_is_due(args, step, steps_per_epoch):
+                together(save_snapshot, checkpoint, step, run, parts)
+            if stopped and step < total_steps:
+                set_status(checkpoint, "preempted")
+                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
+                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                return 75
+        loss, _, seconds, speed = progress.epoch()
+        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.5f}  {seconds:.2f} s  {speed:,.0f} samples/s")
+
+    set_status(checkpoint, "finished")
+    error = torch.cat([(model.weight - true_weight).flatten(), model.bias - true_bias]).abs().max()
+    log(f"the learned weights are within {error:.4f} of the true ones; the noise alone moves them by about "
+        f"{NOISE / math.sqrt(len(dataset)):.4f}, and keeps the loss from falling below {NOISE ** 2:.5f}")
+    return 0
+
+
+# The blocks below are the same in all scripts of this collection: they keep a run going, whatever it trains.
+
 # --- shared: errors ---
 class UserError(Exception):
     """A mistake that one line explains. Rank 0 prints it, unless `speaks` says whether this worker does."""
@@ -230,31 +300,6 @@ def wrap(model, example):
 # --- end ---
 
 
-# --- shared: resume ---
-def load_snapshot(path, run, fresh):
-    """Return this run's snapshot on every worker, or one of step 0, without a model, where there is none.
-
-    Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
-    """
-    together(set_status, path, "running")
-    found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
-def share(global_batch, world_size, samples):
-    """Return the samples per worker of a global batch; UserError where it cannot be split or exceeds the data."""
-    if global_batch > samples:
-        raise UserError(f"a global batch of {global_batch} is more than the {samples} training samples: "
-                        "lower --batch-size or start fewer workers")
-    if global_batch % world_size:
-        fitting = [str(n) for n in range(1, global_batch + 1) if global_batch % n == 0]
-        raise UserError(f"this run's global batch of {global_batch} cannot be split over {world_size} workers: "
-                        f"start {', '.join(fitting)}")
-    return global_batch // world_size
-# --- end ---
-
-
 # --- shared: stop signal ---
 class StopSignal:
     """Remembers SIGTERM, SIGINT or SIGUSR1 until all workers leave together; a second one ends this worker at once.
@@ -280,6 +325,57 @@ class StopSignal:
             elif now - first > 2:
                 os._exit(128 + signum)
 
+# --- end ---
+
+
+# --- shared: progress ---
+class Progress:
+    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
+
+    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    """
+
+    def __init__(self, args, stop, device, steps_per_epoch):
+        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
+        self.interval = 1  # steps between two reductions
+
+    def start_epoch(self, step):
+        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
+        self.count, self.step, self.start = 0, step, time.perf_counter()
+        self.time = self.start
+
+    def add(self, loss, hits, count):
+        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
+        self.sums[0] += loss.detach() * count
+        self.sums[1] += hits
+        self.count += count
+
+    def after(self, step):
+        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
+        logs, steps = step % self.args.log_every == 0, step - self.step
+        if step % self.steps_per_epoch and not logs and steps < self.interval:
+            return False
+        seconds = time.perf_counter() - self.time
+        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
+        mine[:2] = self.sums
+        dist.all_reduce(mine)
+        *sums, stopped, worker_seconds = mine.tolist()
+        self.totals = [total + new for total, new in zip(self.totals, sums)]
+        steps_per_second = steps * dist.get_world_size() / worker_seconds
+        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
+        self.sums.zero_()
+        self.count, self.step, self.time = 0, step, time.perf_counter()
+        if logs and dist.get_rank() == 0:
+            steps = self.args.epochs * self.steps_per_epoch
+            left = timedelta(seconds=round((steps - step) / steps_per_second))
+            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
+        return stopped > 0
+
+    def epoch(self):
+        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
+        loss, hits, count = self.totals
+        seconds = time.perf_counter() - self.start
+        return loss / count, hits / count, seconds, count / seconds
 # --- end ---
 
 
@@ -380,123 +476,29 @@ def restore(snapshot, parts):
 # --- end ---
 
 
-# --- shared: progress ---
-class Progress:
-    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
+# --- shared: resume ---
+def load_snapshot(path, run, fresh):
+    """Return this run's snapshot on every worker, or one of step 0, without a model, where there is none.
 
-    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
     """
+    together(set_status, path, "running")
+    found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
+    dist.broadcast_object_list(found)
+    return found[0]
 
-    def __init__(self, args, stop, device, steps_per_epoch):
-        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
-        self.interval = 1  # steps between two reductions
 
-    def start_epoch(self, step):
-        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
-        self.count, self.step, self.start = 0, step, time.perf_counter()
-        self.time = self.start
-
-    def add(self, loss, hits, count):
-        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
-        self.sums[0] += loss.detach() * count
-        self.sums[1] += hits
-        self.count += count
-
-    def after(self, step):
-        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
-        logs, steps = step % self.args.log_every == 0, step - self.step
-        if step % self.steps_per_epoch and not logs and steps < self.interval:
-            return False
-        seconds = time.perf_counter() - self.time
-        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
-        mine[:2] = self.sums
-        dist.all_reduce(mine)
-        *sums, stopped, worker_seconds = mine.tolist()
-        self.totals = [total + new for total, new in zip(self.totals, sums)]
-        steps_per_second = steps * dist.get_world_size() / worker_seconds
-        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
-        self.sums.zero_()
-        self.count, self.step, self.time = 0, step, time.perf_counter()
-        if logs and dist.get_rank() == 0:
-            steps = self.args.epochs * self.steps_per_epoch
-            left = timedelta(seconds=round((steps - step) / steps_per_second))
-            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
-        return stopped > 0
-
-    def epoch(self):
-        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
-        loss, hits, count = self.totals
-        seconds = time.perf_counter() - self.start
-        return loss / count, hits / count, seconds, count / seconds
+def share(global_batch, world_size, samples):
+    """Return the samples per worker of a global batch; UserError where it cannot be split or exceeds the data."""
+    if global_batch > samples:
+        raise UserError(f"a global batch of {global_batch} is more than the {samples} training samples: "
+                        "lower --batch-size or start fewer workers")
+    if global_batch % world_size:
+        fitting = [str(n) for n in range(1, global_batch + 1) if global_batch % n == 0]
+        raise UserError(f"this run's global batch of {global_batch} cannot be split over {world_size} workers: "
+                        f"start {', '.join(fitting)}")
+    return global_batch // world_size
 # --- end ---
-
-
-def main():
-    worker = find_worker()
-    args = parse_arguments()
-    set_threads(worker)
-    join_group(worker, "gloo", args.timeout)
-    log = print if worker.rank == 0 else lambda *_: None
-    inputs, targets, true_weight, true_bias = generate_data(args.samples, args.seed)
-    dataset = TensorDataset(inputs, targets)
-
-    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
-    run = {"script": "cpu_ddp", "seed": args.seed, "lr": args.lr, "samples": args.samples, "bf16": args.bf16,
-           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
-    snapshot = load_snapshot(checkpoint, run, args.fresh)
-    step, run = snapshot["step"], snapshot["run"]
-    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
-    batch_size = share(global_batch, worker.world_size, len(dataset))
-    steps_per_epoch = math.ceil(len(dataset) / global_batch)
-    total_steps = args.epochs * steps_per_epoch
-    log(f"cpu_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(checkpoint, "finished")
-        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
-        return 0
-
-    torch.manual_seed(args.seed)
-    model = torch.nn.Linear(INPUTS, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    restore(snapshot, parts)
-    if step == 0:
-        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
-    ddp_model = wrap(model, inputs[:batch_size])
-    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
-    progress = Progress(args, StopSignal(), torch.device("cpu"), steps_per_epoch)
-    while step < total_steps:
-        epoch, first_batch = divmod(step, steps_per_epoch)
-        sampler.set_epoch(epoch)
-        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
-        progress.start_epoch(step)
-        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-                loss = F.mse_loss(ddp_model(x), y)
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if step % steps_per_epoch == 0:
-                scheduler.step()
-            progress.add(loss, 0, len(y))
-            stopped = progress.after(step)
-            if stopped or save_is_due(args, step, steps_per_epoch):
-                together(save_snapshot, checkpoint, step, run, parts)
-            if stopped and step < total_steps:
-                set_status(checkpoint, "preempted")
-                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
-                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
-                return 75
-        loss, _, seconds, speed = progress.epoch()
-        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.5f}  {seconds:.2f} s  {speed:,.0f} samples/s")
-
-    set_status(checkpoint, "finished")
-    error = torch.cat([(model.weight - true_weight).flatten(), model.bias - true_bias]).abs().max()
-    log(f"the learned weights are within {error:.4f} of the true ones; the noise alone moves them by about "
-        f"{NOISE / math.sqrt(len(dataset)):.4f}, and keeps the loss from falling below {NOISE ** 2:.5f}")
-    return 0
 
 
 if __name__ == "__main__":

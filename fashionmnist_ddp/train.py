@@ -23,7 +23,6 @@ import io
 import math
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -69,60 +68,6 @@ def parse_arguments():
     return parser.parse_args()
 
 
-# --- shared: data ---
-def load_images(args, train):
-    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
-
-    UserError names the folder and the files that torchvision expects there.
-    """
-    if args.fake_data:
-        return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
-    try:
-        data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
-        images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
-        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
-        if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
-            raise ValueError("images and labels do not fit together")
-    except Exception as error:  # whatever torchvision makes of missing and damaged files
-        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({first_line(error)}): it needs {FILES} there; "
-                        "--data-dir names another folder, --fake-data needs none") from error
-    return images, labels
-
-
-def fake_images(count, seed, train):
-    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
-    channels, height, width = IMAGE_SHAPE
-    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
-    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
-    labels = torch.arange(count) % 10
-    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
-    return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
-
-
-def download(args):
-    """Fetch the data set if it is not there: into a folder of its own, then file by file in place.
-
-    So two runs at once do no harm. What is there already, as archives or in part, is used.
-    """
-    with contextlib.suppress(UserError):
-        return load_images(args, train=True), load_images(args, train=False)
-    socket.setdefaulttimeout(30)  # a firewall that drops packets would hold it for minutes
-    try:
-        os.makedirs(args.data_dir, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=args.data_dir) as folder, contextlib.redirect_stdout(io.StringIO()):
-            top = FILES.split("/")[0]
-            if os.path.isdir(f"{args.data_dir}/{top}"):
-                shutil.copytree(f"{args.data_dir}/{top}", f"{folder}/{top}")
-            getattr(torchvision.datasets, DATASET)(folder, download=True)
-            for file in filter(Path.is_file, Path(folder).rglob("*")):
-                target = args.data_dir / file.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
-    except Exception as error:  # no network, a mirror that is down, a full disk: load_images says what is missing
-        print(f"warning: {DATASET} could not be downloaded ({first_line(error)})", file=sys.stderr)
-# --- end ---
-
-
 class CNN(nn.Module):
     """The tutorial's model: (N, 1, 28, 28) to (N, 10), 1.2 million parameters."""
 
@@ -155,6 +100,112 @@ def schedule(progress):
     """Return the factor of the learning rate: up for the first fifth of the steps, then down to 0 (one cycle)."""
     return min(progress / 0.2, (1 - progress) / 0.8)
 
+
+def main():
+    worker = find_worker()
+    args = parse_arguments()
+    nproc = args.nproc or max(1, torch.cuda.device_count())
+    if "RANK" in os.environ:
+        if args.nproc:
+            raise UserError("--nproc is for plain python: here the launcher starts the workers (torchrun --nproc-per-node)")
+    elif nproc > 1:
+        return spawn_workers(nproc)
+    return train(worker, args)
+
+
+def spawn_workers(nproc):
+    """Run this script in nproc processes with torchrun's variables, pass signals on, return their exit status."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+                      WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+    workers = mp.spawn(spawned, nprocs=nproc, join=False)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, lambda signum, _: [process.is_alive() and os.kill(process.pid, signum) for process in workers.processes])
+    try:
+        while not workers.join():
+            pass
+    except mp.ProcessExitedException as error:
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    return 0
+
+
+def spawned(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    launch(lambda: train(find_worker(), parse_arguments()))
+
+
+def train(worker, args):
+    set_threads(worker)
+    device, backend = pick_device(worker, args.deterministic)
+    join_group(worker, backend, args.timeout, device)
+    log = print if worker.rank == 0 else lambda *_: None
+    if not args.fake_data:
+        together(download if worker.rank == 0 else bool, args)
+        together(download if worker.local_rank == 0 else bool, args)  # where each node has a disk of its own
+    images, labels, test_images, test_labels = [
+        tensor.to(device) for train in (True, False) for tensor in together(load_images, args, train)]
+    dataset = TensorDataset(images, labels)
+    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
+    run = {"script": "fashionmnist_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
+           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    snapshot = load_snapshot(checkpoint, run, args.fresh)
+    step, run = snapshot["step"], snapshot["run"]
+    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
+    batch_size = share(global_batch, worker.world_size, len(dataset))
+    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+    total_steps = args.epochs * steps_per_epoch
+    log(f"fashionmnist_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} images, "
+        f"{len(test_labels)} to test | steps {step} to {total_steps}")
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        return 0
+
+    torch.manual_seed(args.seed)
+    model = CNN().to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule((step + 1) / (total_steps + 1)))
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    restore(snapshot, parts)
+    if step == 0:
+        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    ddp_model = wrap(model, prepare(images[:batch_size]))
+    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
+    progress = Progress(args, StopSignal(), device, steps_per_epoch)
+    while step < total_steps:
+        epoch, first_batch = divmod(step, steps_per_epoch)
+        sampler.set_epoch(epoch)
+        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
+        progress.start_epoch(step)
+        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            torch.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for dropout and flips too
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                logits = ddp_model(prepare(x, augment=True))
+                loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            progress.add(loss, (logits.argmax(1) == y).sum(), len(y))
+            stopped = progress.after(step)
+            if stopped or save_is_due(args, step, steps_per_epoch):
+                together(save_snapshot, checkpoint, step, run, parts)
+            if stopped and step < total_steps:
+                set_status(checkpoint, "preempted")
+                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
+                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                return 75
+        if step == total_steps:
+            set_status(checkpoint, "finished")
+        loss, accuracy, seconds, speed = progress.epoch()
+        hits, tested = evaluate(model, prepare, test_images, test_labels)
+        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {accuracy:.4f}  "
+            f"test accuracy {hits / tested:.4f} ({hits}/{tested})  {seconds:.1f} s  {speed:,.0f} images/s")
+    return 0
+
+
+# The blocks below are the same in all scripts of this collection: they keep a run going, whatever it trains.
 
 # --- shared: errors ---
 class UserError(Exception):
@@ -370,6 +421,57 @@ class StopSignal:
 # --- end ---
 
 
+# --- shared: progress ---
+class Progress:
+    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
+
+    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    """
+
+    def __init__(self, args, stop, device, steps_per_epoch):
+        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
+        self.interval = 1  # steps between two reductions
+
+    def start_epoch(self, step):
+        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
+        self.count, self.step, self.start = 0, step, time.perf_counter()
+        self.time = self.start
+
+    def add(self, loss, hits, count):
+        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
+        self.sums[0] += loss.detach() * count
+        self.sums[1] += hits
+        self.count += count
+
+    def after(self, step):
+        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
+        logs, steps = step % self.args.log_every == 0, step - self.step
+        if step % self.steps_per_epoch and not logs and steps < self.interval:
+            return False
+        seconds = time.perf_counter() - self.time
+        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
+        mine[:2] = self.sums
+        dist.all_reduce(mine)
+        *sums, stopped, worker_seconds = mine.tolist()
+        self.totals = [total + new for total, new in zip(self.totals, sums)]
+        steps_per_second = steps * dist.get_world_size() / worker_seconds
+        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
+        self.sums.zero_()
+        self.count, self.step, self.time = 0, step, time.perf_counter()
+        if logs and dist.get_rank() == 0:
+            steps = self.args.epochs * self.steps_per_epoch
+            left = timedelta(seconds=round((steps - step) / steps_per_second))
+            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
+        return stopped > 0
+
+    def epoch(self):
+        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
+        loss, hits, count = self.totals
+        seconds = time.perf_counter() - self.start
+        return loss / count, hits / count, seconds, count / seconds
+# --- end ---
+
+
 # --- shared: snapshot ---
 def write_whole(path, data, previous=None):
     """Replace the file at path in one step, so that a kill leaves the old or the new; keep the old one as previous."""
@@ -492,54 +594,56 @@ def share(global_batch, world_size, samples):
 # --- end ---
 
 
-# --- shared: progress ---
-class Progress:
-    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
+# --- shared: data ---
+def load_images(args, train):
+    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
 
-    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    UserError names the folder and the files that torchvision expects there.
     """
+    if args.fake_data:
+        return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
+    try:
+        data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
+        images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
+            raise ValueError("images and labels do not fit together")
+    except Exception as error:  # whatever torchvision makes of missing and damaged files
+        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({first_line(error)}): it needs {FILES} there; "
+                        "--data-dir names another folder, --fake-data needs none") from error
+    return images, labels
 
-    def __init__(self, args, stop, device, steps_per_epoch):
-        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
-        self.interval = 1  # steps between two reductions
 
-    def start_epoch(self, step):
-        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
-        self.count, self.step, self.start = 0, step, time.perf_counter()
-        self.time = self.start
+def fake_images(count, seed, train):
+    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
+    channels, height, width = IMAGE_SHAPE
+    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
+    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
+    labels = torch.arange(count) % 10
+    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
+    return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
 
-    def add(self, loss, hits, count):
-        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
-        self.sums[0] += loss.detach() * count
-        self.sums[1] += hits
-        self.count += count
 
-    def after(self, step):
-        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
-        logs, steps = step % self.args.log_every == 0, step - self.step
-        if step % self.steps_per_epoch and not logs and steps < self.interval:
-            return False
-        seconds = time.perf_counter() - self.time
-        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
-        mine[:2] = self.sums
-        dist.all_reduce(mine)
-        *sums, stopped, worker_seconds = mine.tolist()
-        self.totals = [total + new for total, new in zip(self.totals, sums)]
-        steps_per_second = steps * dist.get_world_size() / worker_seconds
-        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
-        self.sums.zero_()
-        self.count, self.step, self.time = 0, step, time.perf_counter()
-        if logs and dist.get_rank() == 0:
-            steps = self.args.epochs * self.steps_per_epoch
-            left = timedelta(seconds=round((steps - step) / steps_per_second))
-            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
-        return stopped > 0
+def download(args):
+    """Fetch the data set if it is not there: into a folder of its own, then file by file into place.
 
-    def epoch(self):
-        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
-        loss, hits, count = self.totals
-        seconds = time.perf_counter() - self.start
-        return loss / count, hits / count, seconds, count / seconds
+    So two runs at once do no harm. UserError if it cannot be had.
+    """
+    try:
+        return load_images(args, train=True), load_images(args, train=False)
+    except UserError as error:
+        missing = error
+    socket.setdefaulttimeout(30)  # a firewall that drops packets would hold this for minutes
+    try:
+        os.makedirs(args.data_dir, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=args.data_dir) as folder, contextlib.redirect_stdout(io.StringIO()):
+            getattr(torchvision.datasets, DATASET)(folder, download=True)
+            for file in filter(Path.is_file, Path(folder).rglob("*")):
+                target = args.data_dir / file.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+    except Exception as error:  # no network, a mirror that is down, a full disk
+        raise UserError(f"{missing}; downloading failed too ({first_line(error)})") from error
 # --- end ---
 
 
@@ -561,110 +665,6 @@ def evaluate(model, prepare, images, labels):
     dist.all_reduce(counts)
     return counts.tolist()
 # --- end ---
-
-
-def main():
-    worker = find_worker()
-    args = parse_arguments()
-    nproc = args.nproc or max(1, torch.cuda.device_count())
-    if "RANK" in os.environ:
-        if args.nproc:
-            raise UserError("--nproc is for plain python: here the launcher starts the workers (torchrun --nproc-per-node)")
-    elif nproc > 1:
-        return spawn_workers(nproc)
-    return train(worker, args)
-
-
-def spawn_workers(nproc):
-    """Run this script in nproc processes with torchrun's variables, pass signals on, return their exit status."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
-                      WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
-    workers = mp.spawn(spawned, nprocs=nproc, join=False)
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, lambda signum, _: [process.is_alive() and os.kill(process.pid, signum) for process in workers.processes])
-    try:
-        while not workers.join():
-            pass
-    except mp.ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    return 0
-
-
-def spawned(rank):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    launch(lambda: train(find_worker(), parse_arguments()))
-
-
-def train(worker, args):
-    set_threads(worker)
-    device, backend = pick_device(worker, args.deterministic)
-    join_group(worker, backend, args.timeout, device)
-    log = print if worker.rank == 0 else lambda *_: None
-    if not args.fake_data:
-        together(download if worker.rank == 0 else bool, args)
-        together(download if worker.local_rank == 0 else bool, args)  # where each node has a disk of its own
-    images, labels, test_images, test_labels = [
-        tensor.to(device) for train in (True, False) for tensor in together(load_images, args, train)]
-    dataset = TensorDataset(images, labels)
-    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
-    run = {"script": "fashionmnist_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
-           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
-    snapshot = load_snapshot(checkpoint, run, args.fresh)
-    step, run = snapshot["step"], snapshot["run"]
-    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
-    batch_size = share(global_batch, worker.world_size, len(dataset))
-    steps_per_epoch = math.ceil(len(dataset) / global_batch)
-    total_steps = args.epochs * steps_per_epoch
-    log(f"fashionmnist_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} images, "
-        f"{len(test_labels)} to test | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(checkpoint, "finished")
-        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
-        return 0
-
-    torch.manual_seed(args.seed)
-    model = CNN().to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule((step + 1) / (total_steps + 1)))
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    restore(snapshot, parts)
-    if step == 0:
-        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
-    ddp_model = wrap(model, prepare(images[:batch_size]))
-    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
-    progress = Progress(args, StopSignal(), device, steps_per_epoch)
-    while step < total_steps:
-        epoch, first_batch = divmod(step, steps_per_epoch)
-        sampler.set_epoch(epoch)
-        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
-        progress.start_epoch(step)
-        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
-            torch.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for dropout and flips too
-            optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = ddp_model(prepare(x, augment=True))
-                loss = F.cross_entropy(logits, y)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            step += 1
-            progress.add(loss, (logits.argmax(1) == y).sum(), len(y))
-            stopped = progress.after(step)
-            if stopped or save_is_due(args, step, steps_per_epoch):
-                together(save_snapshot, checkpoint, step, run, parts)
-            if stopped and step < total_steps:
-                set_status(checkpoint, "preempted")
-                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
-                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
-                return 75
-        if step == total_steps:
-            set_status(checkpoint, "finished")
-        loss, accuracy, seconds, speed = progress.epoch()
-        hits, tested = evaluate(model, prepare, test_images, test_labels)
-        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {accuracy:.4f}  "
-            f"test accuracy {hits / tested:.4f} ({hits}/{tested})  {seconds:.1f} s  {speed:,.0f} images/s")
-    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import io
 import math
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -65,60 +64,6 @@ def parse_arguments():
     return parser.parse_args()
 
 
-# --- shared: data ---
-def load_images(args, train):
-    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
-
-    UserError names the folder and the files that torchvision expects there.
-    """
-    if args.fake_data:
-        return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
-    try:
-        data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
-        images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
-        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
-        if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
-            raise ValueError("images and labels do not fit together")
-    except Exception as error:  # whatever torchvision makes of missing and damaged files
-        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({first_line(error)}): it needs {FILES} there; "
-                        "--data-dir names another folder, --fake-data needs none") from error
-    return images, labels
-
-
-def fake_images(count, seed, train):
-    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
-    channels, height, width = IMAGE_SHAPE
-    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
-    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
-    labels = torch.arange(count) % 10
-    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
-    return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
-
-
-def download(args):
-    """Fetch the data set if it is not there: into a folder of its own, then file by file in place.
-
-    So two runs at once do no harm. What is there already, as archives or in part, is used.
-    """
-    with contextlib.suppress(UserError):
-        return load_images(args, train=True), load_images(args, train=False)
-    socket.setdefaulttimeout(30)  # a firewall that drops packets would hold it for minutes
-    try:
-        os.makedirs(args.data_dir, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=args.data_dir) as folder, contextlib.redirect_stdout(io.StringIO()):
-            top = FILES.split("/")[0]
-            if os.path.isdir(f"{args.data_dir}/{top}"):
-                shutil.copytree(f"{args.data_dir}/{top}", f"{folder}/{top}")
-            getattr(torchvision.datasets, DATASET)(folder, download=True)
-            for file in filter(Path.is_file, Path(folder).rglob("*")):
-                target = args.data_dir / file.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
-    except Exception as error:  # no network, a mirror that is down, a full disk: load_images says what is missing
-        print(f"warning: {DATASET} could not be downloaded ({first_line(error)})", file=sys.stderr)
-# --- end ---
-
-
 class CNN(nn.Module):
     """The tutorial's model: (N, 1, 28, 28) to (N, 10), 1.2 million parameters."""
 
@@ -142,6 +87,108 @@ def prepare(images):
     """Return uint8 images (N, 1, 28, 28) as floats from 0 to 1."""
     return images.float().div_(255).contiguous(memory_format=torch.channels_last)
 
+
+def pick_devices(device_ids, deterministic):
+    """Return the GPUs to use, all visible ones where device_ids is None; none means the CPU."""
+    gpus = torch.cuda.device_count()
+    wrong = [index for index in device_ids or () if not 0 <= index < gpus]
+    if wrong or len(set(device_ids or ())) != len(device_ids or ()):
+        raise UserError(f"--device-ids {','.join(map(str, device_ids))}: this machine shows {gpus} GPUs, each may be named once, "
+                        "the first is 0")
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return list(range(gpus)) if device_ids is None else device_ids
+
+
+@torch.no_grad()
+def evaluate(model, images, labels):
+    """Return how many of the test images the model gets right."""
+    model.eval()
+    hits = sum((model(prepare(x)).argmax(1) == y).sum() for x, y in zip(images.split(500), labels.split(500)))
+    model.train()
+    return hits.item()
+
+
+def main():
+    worker = find_worker()
+    args = parse_arguments()
+    if worker.world_size > 1:
+        raise UserError("nn.DataParallel is one process for all GPUs: start it with `python train.py` (srun --ntasks=1), "
+                        "or take fashionmnist_ddp or cifar10_ddp, which do DistributedDataParallel")
+    set_threads(worker)
+    gpus = pick_devices(args.device_ids, args.deterministic)
+    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
+    if not args.fake_data:
+        download(args)
+    images, labels, test_images, test_labels = [
+        tensor.to(device) for train in (True, False) for tensor in load_images(args, train)]
+    dataset = TensorDataset(images, labels)
+    if args.batch_size > len(dataset):
+        raise UserError(f"a batch of {args.batch_size} is more than the {len(dataset)} training images: lower --batch-size")
+    steps_per_epoch = math.ceil(len(dataset) / args.batch_size)
+    total_steps = args.epochs * steps_per_epoch
+
+    torch.manual_seed(args.seed)
+    model = CNN().to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+    parallel_model = nn.DataParallel(model, gpus) if len(gpus) > 1 else model
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    run = {"script": "mnist_dp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
+           "batch_size": args.batch_size, "global_batch": args.batch_size}
+    snapshot = find_snapshot(args.checkpoint, run, args.fresh) or {"step": 0, "run": run}
+    step = snapshot["step"]
+    restore(snapshot, parts)
+    place = f"{len(gpus)} GPUs" if gpus else f"the CPU, {torch.get_num_threads()} threads"
+    print(f"mnist_dp: 1 worker on {socket.gethostname()} | {place} | torch {torch.__version__} | batch {args.batch_size} "
+          f"of {len(dataset)} images, {len(test_labels)} to test | steps {step} to {total_steps}")
+    if step >= total_steps:
+        set_status(args.checkpoint, "finished")
+        print(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        return 0
+    set_status(args.checkpoint, "running")
+
+    stop = StopSignal()
+    while step < total_steps:
+        epoch, first_batch = divmod(step, steps_per_epoch)
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(hash((args.seed, epoch)))).tolist()
+        batches = list(BatchSampler(order, args.batch_size, drop_last=False))[first_batch:]
+        sums, count, start = torch.zeros(2, device=device), 0, time.perf_counter()
+        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            torch.manual_seed(hash((args.seed, step)))  # the step is the only state, for dropout too
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                logits = parallel_model(prepare(x))
+                loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            sums += torch.stack([loss.detach() * len(y), (logits.argmax(1) == y).sum()])
+            count += len(y)
+            if step % args.log_every == 0:
+                speed = count / (time.perf_counter() - start)
+                left = timedelta(seconds=round((total_steps - step) * args.batch_size / speed))
+                print(f"step {step}/{total_steps}  loss {loss.item():.4f}  {speed:,.0f} images/s  {left} left")
+            if stop.signum or save_is_due(args, step, steps_per_epoch):
+                save_snapshot(args.checkpoint, step, run, parts)
+            if stop.signum and step < total_steps:
+                set_status(args.checkpoint, "preempted")
+                print(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
+                                                                    if args.checkpoint else "nothing is kept without --checkpoint"))
+                return 75
+        if step == total_steps:
+            set_status(args.checkpoint, "finished")
+        (loss, hits), seconds = (sums / count).tolist(), time.perf_counter() - start
+        right = evaluate(parallel_model, test_images, test_labels)
+        print(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {hits:.4f}  test accuracy "
+              f"{right / len(test_labels):.4f} ({right}/{len(test_labels)})  {seconds:.1f} s  {count / seconds:,.0f} images/s")
+    return 0
+
+
+# The blocks below are the same in all scripts of this collection: they keep a run going, whatever it trains.
 
 # --- shared: errors ---
 class UserError(Exception):
@@ -380,104 +427,57 @@ def restore(snapshot, parts):
 # --- end ---
 
 
-def pick_devices(device_ids, deterministic):
-    """Return the GPUs to use, all visible ones where device_ids is None; none means the CPU."""
-    gpus = torch.cuda.device_count()
-    wrong = [index for index in device_ids or () if not 0 <= index < gpus]
-    if wrong or len(set(device_ids or ())) != len(device_ids or ()):
-        raise UserError(f"--device-ids {','.join(map(str, device_ids))}: this machine shows {gpus} GPUs, each may be named once, "
-                        "the first is 0")
-    torch.backends.cudnn.benchmark = not deterministic
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    return list(range(gpus)) if device_ids is None else device_ids
+# --- shared: data ---
+def load_images(args, train):
+    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
+
+    UserError names the folder and the files that torchvision expects there.
+    """
+    if args.fake_data:
+        return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
+    try:
+        data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
+        images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
+            raise ValueError("images and labels do not fit together")
+    except Exception as error:  # whatever torchvision makes of missing and damaged files
+        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({first_line(error)}): it needs {FILES} there; "
+                        "--data-dir names another folder, --fake-data needs none") from error
+    return images, labels
 
 
-@torch.no_grad()
-def evaluate(model, images, labels):
-    """Return how many of the test images the model gets right."""
-    model.eval()
-    hits = sum((model(prepare(x)).argmax(1) == y).sum() for x, y in zip(images.split(500), labels.split(500)))
-    model.train()
-    return hits.item()
+def fake_images(count, seed, train):
+    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
+    channels, height, width = IMAGE_SHAPE
+    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
+    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
+    labels = torch.arange(count) % 10
+    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
+    return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
 
 
-def main():
-    worker = find_worker()
-    args = parse_arguments()
-    if worker.world_size > 1:
-        raise UserError("nn.DataParallel is one process for all GPUs: start it with `python train.py` (srun --ntasks=1), "
-                        "or take fashionmnist_ddp or cifar10_ddp, which do DistributedDataParallel")
-    set_threads(worker)
-    gpus = pick_devices(args.device_ids, args.deterministic)
-    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
-    if not args.fake_data:
-        download(args)
-    images, labels, test_images, test_labels = [
-        tensor.to(device) for train in (True, False) for tensor in load_images(args, train)]
-    dataset = TensorDataset(images, labels)
-    if args.batch_size > len(dataset):
-        raise UserError(f"a batch of {args.batch_size} is more than the {len(dataset)} training images: lower --batch-size")
-    steps_per_epoch = math.ceil(len(dataset) / args.batch_size)
-    total_steps = args.epochs * steps_per_epoch
+def download(args):
+    """Fetch the data set if it is not there: into a folder of its own, then file by file into place.
 
-    torch.manual_seed(args.seed)
-    model = CNN().to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
-    parallel_model = nn.DataParallel(model, gpus) if len(gpus) > 1 else model
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    run = {"script": "mnist_dp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
-           "batch_size": args.batch_size, "global_batch": args.batch_size}
-    snapshot = find_snapshot(args.checkpoint, run, args.fresh) or {"step": 0, "run": run}
-    step = snapshot["step"]
-    restore(snapshot, parts)
-    place = f"{len(gpus)} GPUs" if gpus else f"the CPU, {torch.get_num_threads()} threads"
-    print(f"mnist_dp: 1 worker on {socket.gethostname()} | {place} | torch {torch.__version__} | batch {args.batch_size} "
-          f"of {len(dataset)} images, {len(test_labels)} to test | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(args.checkpoint, "finished")
-        print(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
-        return 0
-    set_status(args.checkpoint, "running")
-
-    stop = StopSignal()
-    while step < total_steps:
-        epoch, first_batch = divmod(step, steps_per_epoch)
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(hash((args.seed, epoch)))).tolist()
-        batches = list(BatchSampler(order, args.batch_size, drop_last=False))[first_batch:]
-        sums, count, start = torch.zeros(2, device=device), 0, time.perf_counter()
-        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
-            torch.manual_seed(hash((args.seed, step)))  # the step is the only state, for dropout too
-            optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = parallel_model(prepare(x))
-                loss = F.cross_entropy(logits, y)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            step += 1
-            sums += torch.stack([loss.detach() * len(y), (logits.argmax(1) == y).sum()])
-            count += len(y)
-            if step % args.log_every == 0:
-                speed = count / (time.perf_counter() - start)
-                left = timedelta(seconds=round((total_steps - step) * args.batch_size / speed))
-                print(f"step {step}/{total_steps}  loss {loss.item():.4f}  {speed:,.0f} images/s  {left} left")
-            if stop.signum or save_is_due(args, step, steps_per_epoch):
-                save_snapshot(args.checkpoint, step, run, parts)
-            if stop.signum and step < total_steps:
-                set_status(args.checkpoint, "preempted")
-                print(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
-                                                                    if args.checkpoint else "nothing is kept without --checkpoint"))
-                return 75
-        if step == total_steps:
-            set_status(args.checkpoint, "finished")
-        (loss, hits), seconds = (sums / count).tolist(), time.perf_counter() - start
-        right = evaluate(parallel_model, test_images, test_labels)
-        print(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {hits:.4f}  test accuracy "
-              f"{right / len(test_labels):.4f} ({right}/{len(test_labels)})  {seconds:.1f} s  {count / seconds:,.0f} images/s")
-    return 0
+    So two runs at once do no harm. UserError if it cannot be had.
+    """
+    try:
+        return load_images(args, train=True), load_images(args, train=False)
+    except UserError as error:
+        missing = error
+    socket.setdefaulttimeout(30)  # a firewall that drops packets would hold this for minutes
+    try:
+        os.makedirs(args.data_dir, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=args.data_dir) as folder, contextlib.redirect_stdout(io.StringIO()):
+            getattr(torchvision.datasets, DATASET)(folder, download=True)
+            for file in filter(Path.is_file, Path(folder).rglob("*")):
+                target = args.data_dir / file.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+    except Exception as error:  # no network, a mirror that is down, a full disk
+        raise UserError(f"{missing}; downloading failed too ({first_line(error)})") from error
+# --- end ---
 
 
 if __name__ == "__main__":

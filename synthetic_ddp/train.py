@@ -77,6 +77,134 @@ def generate_data(samples, seed, train):
     return inputs, F.linear(inputs, functions).argmax(1)
 
 
+def check_model(name):
+    """UserError, with close names, where torchvision has no classifier of this name."""
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name and name not in names:
+        close = difflib.get_close_matches(name, names, n=4, cutoff=0.4) or names[:4]
+        raise UserError(f"--model {name} is not in torchvision.models: {', '.join(close)} come close")
+
+
+def measure(args, device, log):
+    """Time steps of args.model on random images, with the exchange of gradients and without (DDP's no_sync).
+
+    Both kinds alternate, so that a busy moment hits both. A step takes as long as the slowest worker's.
+    """
+    one_output = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
+    model = torchvision.models.get_model(args.model, weights=None, **one_output).to(device, memory_format=torch.channels_last)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (args.batch_size,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    ddp_model = wrap(model, images)
+    log(f"synthetic_ddp: {describe_group()} | {args.model} | {args.batch_size} images of {args.image_size} pixels per worker")
+
+    def time_step(exchange):
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if exchange else ddp_model.no_sync():
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                loss = F.cross_entropy(ddp_model(images), labels)
+            loss.backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for _ in range(5):
+        time_step(True)
+    seconds = torch.tensor([[time_step(True), time_step(False)] for _ in range(args.steps)], device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    exchanged, alone = seconds.median(0).values.tolist()
+    peak = torch.tensor(torch.cuda.max_memory_allocated() if device.type == "cuda" else
+                        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    log(f"{dist.get_world_size() * args.batch_size / exchanged:,.1f} images/s | step {1000 * exchanged:.1f} ms, without exchange "
+        f"{1000 * alone:.1f} ms: scaling efficiency {alone / exchanged:.3f} | {size / 1e6:.1f} MB of gradients per step "
+        f"and worker | peak memory {peak.item() / 2**20:,.0f} MiB")
+
+
+def main():
+    worker = find_worker()
+    args = parse_arguments()
+    check_model(args.model)
+    set_threads(worker)
+    device, backend = pick_device(worker, args.deterministic)
+    join_group(worker, backend, args.timeout, device)
+    log = print if worker.rank == 0 else lambda *_: None
+    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
+    if args.model:
+        together(set_status, checkpoint, "running")
+        measure(args, device, log)
+        set_status(checkpoint, "finished")
+        return 0
+    data = [generate_data(args.samples, args.seed, True), generate_data(max(1, args.samples // 4), args.seed, False)]
+    (inputs, labels), (test_inputs, test_labels) = [[tensor.to(device) for tensor in pair] for pair in data]
+    dataset = TensorDataset(inputs, labels)
+
+    run = {"script": "synthetic_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
+           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    snapshot = load_snapshot(checkpoint, run, args.fresh)
+    step, run = snapshot["step"], snapshot["run"]
+    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
+    batch_size = share(global_batch, worker.world_size, len(dataset))
+    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+    total_steps = args.epochs * steps_per_epoch
+    log(f"synthetic_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples, "
+        f"{len(test_labels)} to test | steps {step} to {total_steps}")
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        return 0
+
+    torch.manual_seed(args.seed)
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    restore(snapshot, parts)
+    if step == 0:
+        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    ddp_model = wrap(model, inputs[:batch_size])
+    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
+    progress = Progress(args, StopSignal(), device, steps_per_epoch)
+    while step < total_steps:
+        epoch, first_batch = divmod(step, steps_per_epoch)
+        sampler.set_epoch(epoch)
+        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
+        progress.start_epoch(step)
+        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                logits = ddp_model(x)
+                loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % steps_per_epoch == 0:
+                scheduler.step()
+            progress.add(loss, (logits.argmax(1) == y).sum(), len(y))
+            stopped = progress.after(step)
+            if stopped or save_is_due(args, step, steps_per_epoch):
+                together(save_snapshot, checkpoint, step, run, parts)
+            if stopped and step < total_steps:
+                set_status(checkpoint, "preempted")
+                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
+                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                return 75
+        if step == total_steps:
+            set_status(checkpoint, "finished")
+        loss, accuracy, seconds, speed = progress.epoch()
+        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels)
+        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {accuracy:.4f}  "
+            f"test accuracy {hits / tested:.4f} ({hits}/{tested})  {seconds:.1f} s  {speed:,.0f} samples/s")
+    return 0
+
+
+# The blocks below are the same in all scripts of this collection: they keep a run going, whatever it trains.
+
 # --- shared: errors ---
 class UserError(Exception):
     """A mistake that one line explains. Rank 0 prints it, unless `speaks` says whether this worker does."""
@@ -291,6 +419,57 @@ class StopSignal:
 # --- end ---
 
 
+# --- shared: progress ---
+class Progress:
+    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
+
+    The stop signal rides on that reduction, so that all workers obey it after the same step.
+    """
+
+    def __init__(self, args, stop, device, steps_per_epoch):
+        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
+        self.interval = 1  # steps between two reductions
+
+    def start_epoch(self, step):
+        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
+        self.count, self.step, self.start = 0, step, time.perf_counter()
+        self.time = self.start
+
+    def add(self, loss, hits, count):
+        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
+        self.sums[0] += loss.detach() * count
+        self.sums[1] += hits
+        self.count += count
+
+    def after(self, step):
+        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
+        logs, steps = step % self.args.log_every == 0, step - self.step
+        if step % self.steps_per_epoch and not logs and steps < self.interval:
+            return False
+        seconds = time.perf_counter() - self.time
+        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
+        mine[:2] = self.sums
+        dist.all_reduce(mine)
+        *sums, stopped, worker_seconds = mine.tolist()
+        self.totals = [total + new for total, new in zip(self.totals, sums)]
+        steps_per_second = steps * dist.get_world_size() / worker_seconds
+        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
+        self.sums.zero_()
+        self.count, self.step, self.time = 0, step, time.perf_counter()
+        if logs and dist.get_rank() == 0:
+            steps = self.args.epochs * self.steps_per_epoch
+            left = timedelta(seconds=round((steps - step) / steps_per_second))
+            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
+        return stopped > 0
+
+    def epoch(self):
+        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
+        loss, hits, count = self.totals
+        seconds = time.perf_counter() - self.start
+        return loss / count, hits / count, seconds, count / seconds
+# --- end ---
+
+
 # --- shared: snapshot ---
 def write_whole(path, data, previous=None):
     """Replace the file at path in one step, so that a kill leaves the old or the new; keep the old one as previous."""
@@ -413,57 +592,6 @@ def share(global_batch, world_size, samples):
 # --- end ---
 
 
-# --- shared: progress ---
-class Progress:
-    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
-
-    The stop signal rides on that reduction, so that all workers obey it after the same step.
-    """
-
-    def __init__(self, args, stop, device, steps_per_epoch):
-        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
-        self.interval = 1  # steps between two reductions
-
-    def start_epoch(self, step):
-        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
-        self.count, self.step, self.start = 0, step, time.perf_counter()
-        self.time = self.start
-
-    def add(self, loss, hits, count):
-        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
-        self.sums[0] += loss.detach() * count
-        self.sums[1] += hits
-        self.count += count
-
-    def after(self, step):
-        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
-        logs, steps = step % self.args.log_every == 0, step - self.step
-        if step % self.steps_per_epoch and not logs and steps < self.interval:
-            return False
-        seconds = time.perf_counter() - self.time
-        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
-        mine[:2] = self.sums
-        dist.all_reduce(mine)
-        *sums, stopped, worker_seconds = mine.tolist()
-        self.totals = [total + new for total, new in zip(self.totals, sums)]
-        steps_per_second = steps * dist.get_world_size() / worker_seconds
-        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
-        self.sums.zero_()
-        self.count, self.step, self.time = 0, step, time.perf_counter()
-        if logs and dist.get_rank() == 0:
-            steps = self.args.epochs * self.steps_per_epoch
-            left = timedelta(seconds=round((steps - step) / steps_per_second))
-            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
-        return stopped > 0
-
-    def epoch(self):
-        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
-        loss, hits, count = self.totals
-        seconds = time.perf_counter() - self.start
-        return loss / count, hits / count, seconds, count / seconds
-# --- end ---
-
-
 # --- shared: evaluation ---
 @torch.no_grad()
 def evaluate(model, prepare, images, labels):
@@ -482,132 +610,6 @@ def evaluate(model, prepare, images, labels):
     dist.all_reduce(counts)
     return counts.tolist()
 # --- end ---
-
-
-def check_model(name):
-    """UserError, with close names, where torchvision has no classifier of this name."""
-    names = torchvision.models.list_models(module=torchvision.models)
-    if name and name not in names:
-        close = difflib.get_close_matches(name, names, n=4, cutoff=0.4) or names[:4]
-        raise UserError(f"--model {name} is not in torchvision.models: {', '.join(close)} come close")
-
-
-def measure(args, device, log):
-    """Time steps of args.model on random images, with the exchange of gradients and without (DDP's no_sync).
-
-    Both kinds alternate, so that a busy moment hits both. A step takes as long as the slowest worker's.
-    """
-    one_output = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
-    model = torchvision.models.get_model(args.model, weights=None, **one_output).to(device, memory_format=torch.channels_last)
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
-    images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (args.batch_size,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    ddp_model = wrap(model, images)
-    log(f"synthetic_ddp: {describe_group()} | {args.model} | {args.batch_size} images of {args.image_size} pixels per worker")
-
-    def time_step(exchange):
-        dist.barrier()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        with contextlib.nullcontext() if exchange else ddp_model.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                loss = F.cross_entropy(ddp_model(images), labels)
-            loss.backward()
-        optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for _ in range(5):
-        time_step(True)
-    seconds = torch.tensor([[time_step(True), time_step(False)] for _ in range(args.steps)], device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    exchanged, alone = seconds.median(0).values.tolist()
-    peak = torch.tensor(torch.cuda.max_memory_allocated() if device.type == "cuda" else
-                        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), device=device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    log(f"{dist.get_world_size() * args.batch_size / exchanged:,.1f} images/s | step {1000 * exchanged:.1f} ms, without exchange "
-        f"{1000 * alone:.1f} ms: scaling efficiency {alone / exchanged:.3f} | {size / 1e6:.1f} MB of gradients per step "
-        f"and worker | peak memory {peak.item() / 2**20:,.0f} MiB")
-
-
-def main():
-    worker = find_worker()
-    args = parse_arguments()
-    check_model(args.model)
-    set_threads(worker)
-    device, backend = pick_device(worker, args.deterministic)
-    join_group(worker, backend, args.timeout, device)
-    log = print if worker.rank == 0 else lambda *_: None
-    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
-    if args.model:
-        together(set_status, checkpoint, "running")
-        measure(args, device, log)
-        set_status(checkpoint, "finished")
-        return 0
-    data = [generate_data(args.samples, args.seed, True), generate_data(max(1, args.samples // 4), args.seed, False)]
-    (inputs, labels), (test_inputs, test_labels) = [[tensor.to(device) for tensor in pair] for pair in data]
-    dataset = TensorDataset(inputs, labels)
-
-    run = {"script": "synthetic_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
-           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
-    snapshot = load_snapshot(checkpoint, run, args.fresh)
-    step, run = snapshot["step"], snapshot["run"]
-    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
-    batch_size = share(global_batch, worker.world_size, len(dataset))
-    steps_per_epoch = math.ceil(len(dataset) / global_batch)
-    total_steps = args.epochs * steps_per_epoch
-    log(f"synthetic_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples, "
-        f"{len(test_labels)} to test | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(checkpoint, "finished")
-        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
-        return 0
-
-    torch.manual_seed(args.seed)
-    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    restore(snapshot, parts)
-    if step == 0:
-        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
-    ddp_model = wrap(model, inputs[:batch_size])
-    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
-    progress = Progress(args, StopSignal(), device, steps_per_epoch)
-    while step < total_steps:
-        epoch, first_batch = divmod(step, steps_per_epoch)
-        sampler.set_epoch(epoch)
-        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
-        progress.start_epoch(step)
-        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
-            optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = ddp_model(x)
-                loss = F.cross_entropy(logits, y)
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if step % steps_per_epoch == 0:
-                scheduler.step()
-            progress.add(loss, (logits.argmax(1) == y).sum(), len(y))
-            stopped = progress.after(step)
-            if stopped or save_is_due(args, step, steps_per_epoch):
-                together(save_snapshot, checkpoint, step, run, parts)
-            if stopped and step < total_steps:
-                set_status(checkpoint, "preempted")
-                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
-                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
-                return 75
-        if step == total_steps:
-            set_status(checkpoint, "finished")
-        loss, accuracy, seconds, speed = progress.epoch()
-        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels)
-        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {accuracy:.4f}  "
-            f"test accuracy {hits / tested:.4f} ({hits}/{tested})  {seconds:.1f} s  {speed:,.0f} samples/s")
-    return 0
 
 
 if __name__ == "__main__":
