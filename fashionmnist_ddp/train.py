@@ -52,7 +52,7 @@ def parse_arguments():
     add = parser.add_argument
     add("--epochs", type=at_least(1), default=5, help="passes over the data")
     add("--batch-size", type=at_least(1), default=64, help="images per worker and step")
-    add("--lr", type=at_least(0, float), default=1e-3, help="learning rate of Adam")
+    add("--lr", type=at_least(1e-9, float), default=1e-3, help="learning rate of Adam")
     add("--seed", type=at_least(0), default=0, help="of the weights, the order, the flips and the dropout")
     add("--nproc", type=at_least(1), help="workers that plain python starts (default: one per visible GPU, else 1)")
     add("--data-dir", default="data", help="folder of the data set, which is downloaded if it is not there")
@@ -222,10 +222,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def at_least(minimum, kind=int):
-    """Return an argparse type for finite numbers from minimum on."""
+    """Return an argparse type for numbers from minimum on."""
     def number(text):
-        if not minimum <= kind(text) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        if not minimum <= kind(text) < 2**31:  # nor nan or inf
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} to {2**31 - 1}")
         return kind(text)
     return number
 
@@ -236,6 +236,7 @@ def first_line(error):
 
 def launch(main):
     """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
+    sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
     status, problem = 1, None
     try:
@@ -245,7 +246,7 @@ def launch(main):
     except UserError as error:
         problem = str(error) if error.speaks else None
     except RuntimeError as error:
-        if "out of memory" in str(error):
+        if re.search("out of memory|can't allocate memory", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
         elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
             problem = (f"lost the other workers ({first_line(error)}): see whether they run and reach "
@@ -288,13 +289,13 @@ def find_worker():
             if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
                 return Worker(0, 0, 1, 1)
             tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
-            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT", 0))
+            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT") or 0)
             first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
             env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
             env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
             env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
                        LOCAL_WORLD_SIZE=str(-(-tasks // nodes)))
-            cpus = int(env.get("SLURM_CPUS_PER_TASK", 0))
+            cpus = int(env.get("SLURM_CPUS_PER_TASK") or 0)
         rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
         if not (0 <= local_rank <= rank < world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
             raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
@@ -532,7 +533,7 @@ def find_snapshot(path, run, fresh):
     """
     if path and os.path.isdir(path):
         raise UserError(f"--checkpoint {path} is a folder: name a file")
-    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) for by in ("TORCHELASTIC", "SLURM"))
+    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT") or 0) for by in ("TORCHELASTIC", "SLURM"))
     damage = None
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
         try:
