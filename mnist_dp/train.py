@@ -327,7 +327,6 @@ class StopSignal:
                 self.signum, first = signum, now
             elif now - first > 2:
                 os._exit(128 + signum)
-
 # --- end ---
 
 
@@ -357,6 +356,7 @@ def set_status(path, word):
 
 
 def save_is_due(args, step, steps_per_epoch):
+    """Return whether --save-every, --save-every-steps or the end of the run asks for a snapshot after this step."""
     every = args.save_every * steps_per_epoch, args.save_every_steps or math.inf, args.epochs * steps_per_epoch
     return any(step % interval == 0 for interval in every)
 

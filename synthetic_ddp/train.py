@@ -416,7 +416,6 @@ class StopSignal:
                 self.signum, first = signum, now
             elif now - first > 2:
                 os._exit(128 + signum)
-
 # --- end ---
 
 
@@ -497,6 +496,7 @@ def set_status(path, word):
 
 
 def save_is_due(args, step, steps_per_epoch):
+    """Return whether --save-every, --save-every-steps or the end of the run asks for a snapshot after this step."""
     every = args.save_every * steps_per_epoch, args.save_every_steps or math.inf, args.epochs * steps_per_epoch
     return any(step % interval == 0 for interval in every)
 
@@ -574,8 +574,8 @@ def load_snapshot(path, run, fresh):
 
     Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
     """
-    together(set_status, path, "running")
     found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
+    together(set_status, path, "running")
     dist.broadcast_object_list(found)
     return found[0]
 
