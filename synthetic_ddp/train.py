@@ -378,9 +378,11 @@ def wrap(model, example):
 
     DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
     zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
-    every step: nobody reads them before the evaluation.
+    every step: nobody reads them before the evaluation. Small buckets start the exchange sooner, which helps on
+    CPUs; on GPUs DDP's default of 25 MB is better.
     """
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    bucket_cap_mb = 25 if example.is_cuda else 1
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
     ddp_model.broadcast_buffers = False
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
