@@ -19,7 +19,7 @@ set -euo pipefail
 marker='# Written by install-slurm.sh, which overwrites and removes only files that begin with this line.'
 etc=/etc/slurm
 files=(slurm.conf gres.conf cgroup.conf)
-packages=(munge slurmctld slurmd slurm-client)
+packages=(munge slurmctld slurmd slurm-client procps)
 
 die() { echo "install-slurm.sh: $*" >&2; exit 1; }
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit "$1"; }
@@ -209,14 +209,16 @@ remove_here() {
     local file
     refuse_foreign $etc
     if ! ours $etc/slurm.conf; then echo "There is no configuration of this script's in $etc."; return; fi
-    if [ "$(timeout 10 squeue --noheader 2>/dev/null)" ]; then die "there are jobs: let them end, or scancel them"; fi
+    if running slurmstepd || { running slurmctld && [ "$(timeout 10 squeue --noheader 2>/dev/null)" ]; }; then
+        die "there are jobs: let them end, or scancel them"
+    fi
     stop slurmd slurmd
     stop slurmctld slurmctld
     stop munge munged
     for file in "${files[@]}"; do rm -f "$etc/$file"; done
     find /var/lib/slurm/slurmctld /var/lib/slurm/slurmd -mindepth 1 -delete 2>/dev/null || true
     rm -f /var/log/slurm/slurmctld.log /var/log/slurm/slurmd.log /run/slurmctld.pid /run/slurmd.pid /run/lock/slurm
-    echo "Removed. The packages stay; apt-get purge ${packages[*]} removes them too."
+    echo "Removed. The packages stay; apt-get purge munge slurmctld slurmd slurm-client removes them too."
 }
 
 # ---- several machines ---------------------------------------------------------------------------------------

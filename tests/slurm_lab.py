@@ -222,13 +222,16 @@ class Network:
         self.folder.mkdir()
         self.head = self.machine(self, "head", self.addresses["head"], ["slurmctld"])
         self._node = {name: self.machine(self, name, self.addresses[name], ["slurmd"]) for name in self.nodes}
-        for machine in (self.head, *self._node.values()):
+        for machine in self.machines:
             machine.boot()
 
+    @property
+    def machines(self):
+        return [self.head, *self._node.values()] if self.head else []
+
     def down(self):
-        for machine in (*self._node.values(), self.head):
-            if machine is not None:
-                machine.kill()
+        for machine in self.machines:
+            machine.kill()
 
     def node(self, name):
         return self._node[name]
@@ -294,7 +297,7 @@ class Lab(Network):
 
     def loopback_hostnames(self, on):
         """Every machine takes its own name for 127.0.1.1 (Debian's way), or for its address."""
-        for machine in (self.head, *self._node.values()):
+        for machine in self.machines:
             machine.write_hosts(on)
 
     def sh(self, command, timeout=60, check=True, env=None, cwd=None):
