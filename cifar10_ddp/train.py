@@ -132,7 +132,7 @@ def main():
         tensor.to(device) for train in (True, False) for tensor in together(load_images, args, train)]
     dataset = TensorDataset(images, labels)
     checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
-    run = {"script": "cifar10_ddp", "model": args.model, "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
+    run = {"script": "cifar10_ddp", "model": args.model, "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "data": args.fake_data or DATASET,
            "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
     snapshot = load_snapshot(checkpoint, run, args.fresh)
     step, run = snapshot["step"], snapshot["run"]

@@ -136,7 +136,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
     parallel_model = nn.DataParallel(model, gpus) if len(gpus) > 1 else model
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    run = {"script": "mnist_dp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
+    run = {"script": "mnist_dp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "data": args.fake_data or DATASET,
            "batch_size": args.batch_size, "global_batch": args.batch_size}
     snapshot = find_snapshot(args.checkpoint, run, args.fresh) or {"step": 0, "run": run}
     step = snapshot["step"]
