@@ -132,8 +132,9 @@ def main():
         tensor.to(device) for train in (True, False) for tensor in together(load_images, args, train)]
     dataset = TensorDataset(images, labels)
     checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
-    run = {"script": "cifar10_ddp", "model": args.model, "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "data": args.fake_data or DATASET,
-           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    run = {"script": "cifar10_ddp", "model": args.model, "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
+           "data": args.fake_data or DATASET, "batch_size": args.batch_size,
+           "global_batch": args.batch_size * worker.world_size}
     snapshot = load_snapshot(checkpoint, run, args.fresh)
     step, run = snapshot["step"], snapshot["run"]
     global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
@@ -179,8 +180,7 @@ def main():
                 together(save_snapshot, checkpoint, step, run, parts)
             if stopped and step < total_steps:
                 set_status(checkpoint, "preempted")
-                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
-                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                log(farewell(args, step))
                 return 75
         if step == total_steps:
             set_status(checkpoint, "finished")
@@ -275,7 +275,8 @@ def find_worker():
             if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
                 return Worker(0, 0, 1, 1)
             tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
-            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT") or 0)
+            job, restarts = int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT") or 0)
+            run_number = 100 * job + 10 * int(env["SLURM_STEP_ID"]) + restarts
             first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
             env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
             env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
@@ -406,6 +407,11 @@ class StopSignal:
                 self.signum, first = signum, now
             elif now - first > 2:
                 os._exit(128 + signum)
+
+
+def farewell(args, step):
+    kept = f"the same command goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
+    return f"stopped by a signal after step {step}: {kept}"
 # --- end ---
 
 
@@ -554,7 +560,8 @@ def restore(snapshot, parts):
             if name in snapshot:
                 part.load_state_dict(snapshot[name])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
+        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): give another --checkpoint, "
+                        "or --fresh to start over") from error
 # --- end ---
 
 

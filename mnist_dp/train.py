@@ -136,8 +136,8 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
     parallel_model = nn.DataParallel(model, gpus) if len(gpus) > 1 else model
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    run = {"script": "mnist_dp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "data": args.fake_data or DATASET,
-           "batch_size": args.batch_size, "global_batch": args.batch_size}
+    run = {"script": "mnist_dp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
+           "data": args.fake_data or DATASET, "batch_size": args.batch_size, "global_batch": args.batch_size}
     snapshot = find_snapshot(args.checkpoint, run, args.fresh) or {"step": 0, "run": run}
     step = snapshot["step"]
     restore(snapshot, parts)
@@ -176,8 +176,7 @@ def main():
                 save_snapshot(args.checkpoint, step, run, parts)
             if stop.signum and step < total_steps:
                 set_status(args.checkpoint, "preempted")
-                print(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
-                                                                    if args.checkpoint else "nothing is kept without --checkpoint"))
+                print(farewell(args, step))
                 return 75
         if step == total_steps:
             set_status(args.checkpoint, "finished")
@@ -272,7 +271,8 @@ def find_worker():
             if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
                 return Worker(0, 0, 1, 1)
             tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
-            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT") or 0)
+            job, restarts = int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT") or 0)
+            run_number = 100 * job + 10 * int(env["SLURM_STEP_ID"]) + restarts
             first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
             env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
             env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
@@ -327,6 +327,11 @@ class StopSignal:
                 self.signum, first = signum, now
             elif now - first > 2:
                 os._exit(128 + signum)
+
+
+def farewell(args, step):
+    kept = f"the same command goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
+    return f"stopped by a signal after step {step}: {kept}"
 # --- end ---
 
 
@@ -424,7 +429,8 @@ def restore(snapshot, parts):
             if name in snapshot:
                 part.load_state_dict(snapshot[name])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
+        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): give another --checkpoint, "
+                        "or --fresh to start over") from error
 # --- end ---
 
 

@@ -191,8 +191,7 @@ def main():
                 together(save_snapshot, checkpoint, step, run, parts)
             if stopped and step < total_steps:
                 set_status(checkpoint, "preempted")
-                log(f"stopped by a signal after step {step}: " + (f"the same command goes on from {args.checkpoint}"
-                                                                  if args.checkpoint else "nothing is kept without --checkpoint"))
+                log(farewell(args, step))
                 return 75
         if step == total_steps:
             set_status(checkpoint, "finished")
@@ -287,7 +286,8 @@ def find_worker():
             if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
                 return Worker(0, 0, 1, 1)
             tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
-            run_number = 100 * int(env["SLURM_JOB_ID"]) + 10 * int(env["SLURM_STEP_ID"]) + int(env.get("SLURM_RESTART_COUNT") or 0)
+            job, restarts = int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT") or 0)
+            run_number = 100 * job + 10 * int(env["SLURM_STEP_ID"]) + restarts
             first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
             env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
             env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
@@ -418,6 +418,11 @@ class StopSignal:
                 self.signum, first = signum, now
             elif now - first > 2:
                 os._exit(128 + signum)
+
+
+def farewell(args, step):
+    kept = f"the same command goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
+    return f"stopped by a signal after step {step}: {kept}"
 # --- end ---
 
 
@@ -566,7 +571,8 @@ def restore(snapshot, parts):
             if name in snapshot:
                 part.load_state_dict(snapshot[name])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): another --checkpoint, or --fresh") from error
+        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): give another --checkpoint, "
+                        "or --fresh to start over") from error
 # --- end ---
 
 
