@@ -1,6 +1,7 @@
 """What the tests share."""
 
 import os
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,3 +37,17 @@ def tracked(*patterns):
     git = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", *patterns]
     names = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout.split("\0")
     return [ROOT / name for name in names if name and (ROOT / name).exists()]
+
+
+# --- tests/test_chaos.py ---
+def pytest_addoption(parser):
+    parser.addoption("--chaos-kills", type=int, default=20, metavar="N", help="kills of the chaos test, over all scripts (20)")
+    parser.addoption("--chaos-seed", type=int, metavar="N", help="repeat a chaos test that failed: it prints its seed")
+
+
+@pytest.fixture
+def chaos_seed(request):
+    given = request.config.getoption("--chaos-seed")
+    seed = random.randrange(10**6) if given is None else given
+    print(f"--chaos-seed {seed}")
+    return seed

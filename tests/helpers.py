@@ -189,3 +189,19 @@ def weights_equal(one, other, tolerance=0.0):
     if tolerance:
         return all(torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance) for a, b in pairs)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+def differences(one, other, place=""):
+    """The places where two snapshots (paths, or what torch.load returns) differ in type or in any bit."""
+    one, other = (load_snapshot(state) if isinstance(state, (str, Path)) and not place else state for state in (one, other))
+    if type(one) is not type(other):
+        return [place]
+    if isinstance(one, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(
+            *(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+        return [] if same else [place]
+    if isinstance(one, dict) and one.keys() == other.keys():
+        return [found for key in one for found in differences(one[key], other[key], f"{place}/{key}")]
+    if isinstance(one, (list, tuple)) and len(one) == len(other):
+        return [found for index, (a, b) in enumerate(zip(one, other)) for found in differences(a, b, f"{place}/{index}")]
+    return [] if one == other else [place]
