@@ -19,6 +19,7 @@ Exit status: 0 finished, 75 stopped by a signal (start it again), 1 failed.
 """
 import argparse
 import contextlib
+import gzip
 import io
 import math
 import os
@@ -193,7 +194,7 @@ def train(worker, args):
             if stopped or save_is_due(args, step, steps_per_epoch):
                 together(save_snapshot, checkpoint, step, run, parts)
             if stopped and step < total_steps:
-                set_status(checkpoint, "preempted")
+                together(set_status, checkpoint, "preempted")  # nobody leaves before it is written
                 log(farewell(args, step))
                 return 75
         if step == total_steps:
@@ -244,7 +245,9 @@ def launch(main):
         if dist.is_initialized():
             dist.destroy_process_group()
     except UserError as error:
-        problem = str(error) if error.speaks else None
+        if not error.speaks:
+            time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
+        problem = str(error) if error.speaks or not dist.is_initialized() else None
     except RuntimeError as error:
         if re.search("out of memory|can't allocate memory", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
@@ -406,13 +409,17 @@ class StopSignal:
     """
 
     def __init__(self):
-        self.signum = 0
+        self.signum, self.parent = 0, os.getppid()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(signum, lambda *_: None)
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+
+    def seen(self):
+        """Return whether to leave: a signal came, or torchrun was killed and left its workers behind."""
+        return self.signum > 0 or "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
 
     def _watch(self, reader):
         while True:
@@ -457,7 +464,7 @@ class Progress:
         if step % self.steps_per_epoch and not logs and steps < self.interval:
             return False
         seconds = time.perf_counter() - self.time
-        mine = torch.tensor([0, 0, self.count, self.stop.signum > 0, seconds], dtype=torch.float64, device=self.device)
+        mine = torch.tensor([0, 0, self.count, self.stop.seen(), seconds], dtype=torch.float64, device=self.device)
         mine[:2] = self.sums
         dist.all_reduce(mine)
         *sums, stopped, worker_seconds = mine.tolist()
@@ -548,7 +555,7 @@ def find_snapshot(path, run, fresh):
             state = read_snapshot(candidate)
             theirs = state["run"]
             differing = [key for key in run if theirs.get(key) != run[key]]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
             damage = damage or f"{candidate} is damaged ({first_line(error)})"
@@ -647,7 +654,11 @@ def download(args):
     try:
         os.makedirs(args.data_dir, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.data_dir) as folder, contextlib.redirect_stdout(io.StringIO()):
-            getattr(torchvision.datasets, DATASET)(folder, download=True)
+            for archive in Path(args.data_dir, DATASET, "raw").glob("*-ubyte.gz"):  # that somebody put there
+                unpacked = Path(folder, DATASET, "raw", archive.stem)
+                unpacked.parent.mkdir(parents=True, exist_ok=True)
+                unpacked.write_bytes(gzip.decompress(archive.read_bytes()))
+            getattr(torchvision.datasets, DATASET)(folder, download=True)  # what is still missing
             for file in filter(Path.is_file, Path(folder).rglob("*")):
                 target = args.data_dir / file.relative_to(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
