@@ -22,7 +22,6 @@ files=(slurm.conf gres.conf cgroup.conf)
 packages=(munge slurmctld slurmd slurm-client procps)
 
 die() { echo "install-slurm.sh: $*" >&2; exit 1; }
-usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit "$1"; }
 
 # ---- what this machine has ----------------------------------------------------------------------------------
 
@@ -32,6 +31,7 @@ this_machine() {
     command -v slurmd >/dev/null || die "slurmd, which knows this machine's hardware, is missing: apt-get install slurmd"
     local spec count memory
     spec=$(slurmd -C | sed -n 's/^NodeName=[^ ]* //p')
+    [ "$spec" ] || die "\`slurmd -C\` does not say what this machine has"
     memory=$(value RealMemory "$spec")
     # 5 % less: a node that comes back from a new kernel with less memory than it promised would be drained
     spec=${spec/RealMemory=$memory/RealMemory=$((memory * 95 / 100))}
@@ -40,12 +40,16 @@ this_machine() {
     echo "$spec"
 }
 
+version() {     # 22.05.8: 2205
+    if command -v slurmd >/dev/null; then slurmd -V | sed -E 's/.* ([0-9]+)\.([0-9]+).*/\1\2/'; else echo 2205; fi
+}
+
 cgroups() {     # v1 and v2 where slurmd can use them, none in most containers
     if [ -w /sys/fs/cgroup/freezer ] && [ -w /sys/fs/cgroup/memory ] && [ -w /sys/fs/cgroup/cpuset ]; then
         echo v1
     elif [ -d /run/systemd/system ] && grep -qs memory /sys/fs/cgroup/cgroup.controllers &&
-        { ! command -v slurmd >/dev/null || compgen -G '/usr/lib/*/slurm*/cgroup_v2.so' >/dev/null; }; then
-        echo v2     # slurmd asks systemd, over D-Bus, for its part of the tree; Slurm 21.08 (Ubuntu 22.04) cannot yet
+        [ "$(version)" -ge 2205 ]; then
+        echo v2     # slurmd asks systemd, over D-Bus, for its part of the tree; 21.08 (Ubuntu 22.04) could not yet
     else
         echo none
     fi
@@ -111,8 +115,8 @@ gres_conf() {
 cgroup_conf() {
     echo "$marker"
     case $cgroup in
-        # linuxproc needs no cgroup, but slurmd loads a plugin all the same: before 24.05 v1 is the one that does nothing
-        none) if [[ "$(slurmd -V 2>/dev/null)" > "slurm-wlm 24" ]]; then echo CgroupPlugin=disabled; else echo CgroupPlugin=cgroup/v1; fi ;;
+        # slurmd loads a plugin all the same; before `disabled` came in 24.05, v1 was the one that does nothing unasked
+        none) if [ "$(version)" -ge 2405 ]; then echo CgroupPlugin=disabled; else echo CgroupPlugin=cgroup/v1; fi ;;
         *) printf '%s\n' "CgroupPlugin=cgroup/$cgroup" ConstrainCores=yes ConstrainRAMSpace=yes ConstrainDevices=yes ;;
     esac
 }
@@ -143,32 +147,41 @@ ours() { [ "$(head -n 1 "$1" 2>/dev/null)" = "$marker" ]; }
 
 # ---- one machine --------------------------------------------------------------------------------------------
 
-# The namespace, so that a host does not take a slurmd in a container of its own for its own.
+# In this namespace only: a slurmd in a container of this machine's is not this machine's.
 running() { pgrep --ns $$ --nslist pid --exact "$1" >/dev/null; }
 
 stop() {
-    if [ -d /run/systemd/system ]; then systemctl stop "$1"; else pkill --ns $$ --nslist pid --exact "$2" || true; fi
-    for _ in {1..150}; do running "$2" || return 0; sleep 0.1; done
-    die "$2 does not stop: see /var/log/slurm/$2.log"
+    local daemon
+    for daemon; do
+        if [ -d /run/systemd/system ]; then
+            systemctl stop "${daemon/munged/munge}"
+        else
+            pkill --ns $$ --nslist pid --exact "$daemon" || true
+        fi
+        for _ in {1..150}; do running "$daemon" || continue 2; sleep 0.1; done
+        die "$daemon does not stop: see its log in /var/log"
+    done
 }
 
-start() { running "$2" || service "$1" start >/dev/null 2>&1 || true; }
-
-died() {    # died DAEMON LOG
-    die "$1 ended: $(grep -sE 'fatal|error' "$2" | tail -n 1 || true) (see $2)"
+start() {
+    local daemon
+    for daemon; do running "$daemon" || service "${daemon/munged/munge}" start >/dev/null 2>&1 || true; done
 }
 
 wait_until_idle() {
-    local state='' deadline=$((SECONDS + 60))
+    local daemon log state='' deadline=$((SECONDS + 60))
     while [ $SECONDS -lt $deadline ]; do
         sleep 0.2
-        running munged || died munged /var/log/munge/munged.log
-        running slurmctld || died slurmctld /var/log/slurm/slurmctld.log
-        running slurmd || died slurmd /var/log/slurm/slurmd.log
+        for daemon in munged slurmctld slurmd; do
+            log=/var/log/slurm/$daemon.log
+            if [ $daemon = munged ]; then log=/var/log/munge/munged.log; fi
+            running $daemon || die "$daemon ended: $(grep -siE 'fatal|error' $log | tail -n 1 || true) (see $log)"
+        done
         state=$(timeout 10 sinfo --noheader --nodes="${names[0]}" --format=%t 2>/dev/null | head -n 1 || true)
         case $state in
             idle | mix | alloc) return ;;
-            drain*) die "the node is drained ($(sinfo -hRo %E)): mend that, then scontrol update nodename=${names[0]} state=resume" ;;
+            drain* | drng* | inval*) die "the node is out of use ($(sinfo -hRo %E | head -n 1)): mend that, then" \
+                "scontrol update nodename=${names[0]} state=resume" ;;
         esac
     done
     die "after a minute the node is '$state', not idle: see /var/log/slurm/slurmd.log and slurmctld.log"
@@ -184,18 +197,14 @@ install_here() {
         DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${packages[@]}"
     fi
     describe_this_machine
-    if write_configuration $etc; then
-        stop slurmd slurmd
-        stop slurmctld slurmctld
-    fi
+    cgroup=${cgroup:-$(cgroups)}
+    if write_configuration $etc; then stop slurmd slurmctld; fi
     if [ ! -e /etc/munge/munge.key ]; then
         (umask 077 && head -c 128 /dev/urandom >/etc/munge/munge.key)
         chown munge: /etc/munge/munge.key
     fi
     install -d -o slurm -g slurm /var/log/slurm /var/lib/slurm /var/lib/slurm/slurmctld
-    start munge munged
-    start slurmctld slurmctld
-    start slurmd slurmd
+    start munged slurmctld slurmd
     wait_until_idle
     sinfo
     if [ "$(sinfo --noheader --format=%t)" = idle ]; then
@@ -205,16 +214,20 @@ install_here() {
     fi
 }
 
+at_work() {
+    if running slurmctld; then
+        [ "$(timeout 10 squeue --noheader --states=PD,CF,R,S 2>/dev/null)" ]
+    else
+        running slurmstepd
+    fi
+}
+
 remove_here() {
     local file
     refuse_foreign $etc
     if ! ours $etc/slurm.conf; then echo "There is no configuration of this script's in $etc."; return; fi
-    if running slurmstepd || { running slurmctld && [ "$(timeout 10 squeue --noheader 2>/dev/null)" ]; }; then
-        die "there are jobs: let them end, or scancel them"
-    fi
-    stop slurmd slurmd
-    stop slurmctld slurmctld
-    stop munge munged
+    if at_work; then die "there are jobs: let them end, or scancel them"; fi
+    stop slurmd slurmctld munged
     for file in "${files[@]}"; do rm -f "$etc/$file"; done
     find /var/lib/slurm/slurmctld /var/lib/slurm/slurmd -mindepth 1 -delete 2>/dev/null || true
     rm -f /var/log/slurm/slurmctld.log /var/log/slurm/slurmd.log /run/slurmctld.pid /run/slurmd.pid /run/lock/slurm
@@ -230,9 +243,9 @@ write_cluster() {
     write_configuration "$out" || true
     if [ ! -e "$out/munge.key" ]; then (umask 077 && head -c 128 /dev/urandom >"$out/munge.key"); fi
     cat <<END
-$out/ holds the configuration, and the key that lets machines into the cluster. Every machine needs the same
-users with the same numbers, the same time of day, and a shared folder for the jobs. From here, as one who may
-ssh to root:
+$out/ holds the configuration, and the key that lets a machine into the cluster. All machines need the same users
+with the same numbers, the same time of day, a shared folder for the jobs, and no firewall between them. From here,
+as one who may ssh to root (what a file replaces is kept as FILE~):
 
 END
     for i in "${!names[@]}"; do
@@ -263,22 +276,23 @@ END
 # ---- the command line ---------------------------------------------------------------------------------------
 
 describe_this_machine() {       # --node was not given
-    local name
+    local name spec
     name=$(hostname -s)
-    names=("$name") addresses=(127.0.0.1) specs=("$(this_machine)")
+    spec=$(this_machine)
+    names=("$name") addresses=(127.0.0.1) specs=("$spec")
     local_gpus=$(gpus)
     controller=${controller:-$name=127.0.0.1}
 }
 
-action=install controller='' out=slurm-cluster cgroup=$(cgroups)
+action=install controller='' out=slurm-cluster cgroup=
 names=() addresses=() specs=() sets=() partitions=()
 while [ $# -gt 0 ]; do
     case $1 in
-        -h | --help) usage 0 ;;
+        -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
         --remove) action=remove; shift; continue ;;
         --print-config) action=print; shift; continue ;;
         --controller | --node | --set | --partition | --out | --cgroup) [ $# -gt 1 ] || die "$1 needs a value" ;;
-        *) usage 2 >&2 ;;
+        *) die "there is no option $1: see --help" ;;
     esac
     case $1 in
         --controller) controller=$2; [[ $2 == *=* ]] || controller=$2=$2 ;;
@@ -307,8 +321,8 @@ done
 if [[ $action == @(install|remove) ]] && [ "$(id -u)" != 0 ]; then die "only root may: sudo bash $0 …"; fi
 
 case $action in
-    print) [ ${#names[@]} -gt 0 ] || describe_this_machine; slurm_conf ;;
-    cluster) write_cluster ;;
+    print) [ ${#names[@]} -gt 0 ] || describe_this_machine; cgroup=${cgroup:-$(cgroups)}; slurm_conf ;;
+    cluster) cgroup=${cgroup:-$(cgroups)}; write_cluster ;;
     install) install_here ;;
     remove) remove_here ;;
 esac

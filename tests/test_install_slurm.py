@@ -161,13 +161,13 @@ def test_gpus_are_found_counted_and_fenced():
     with copies() as lab:
         machine = lab.head
         for gpu in (0, 2):      # devices are numbered with gaps in a container that was given some of them
-            machine.exec(f"mknod -m 666 /dev/nvidia{gpu} c 1 {5 + gpu * 2}")     # zero and kmsg's unused neighbour
+            machine.exec(f"mknod -m 666 /dev/nvidia{gpu} c 1 {5 + 2 * gpu}")     # really /dev/zero, /dev/urandom
         machine.install()
         assert machine.exec("sinfo -ho %G").strip().startswith("gpu:2")
         seen = machine.exec("srun -Q --gpus=1 bash -c 'echo $CUDA_VISIBLE_DEVICES'; srun -Q --gpus=2 bash -c 'echo $CUDA_VISIBLE_DEVICES'")
         assert seen.split() == ["0", "0,1"]
         assert "Requested node configuration is not available" in machine.exec("srun -Q --gpus=3 true", check=False)
-        if "ConstrainDevices=yes" in machine.exec("cat /etc/slurm/cgroup.conf"):
+        if os.access("/sys/fs/cgroup/devices", os.W_OK):
             assert "Operation not permitted" in machine.exec("srun -Q --gpus=1 head -c 1 /dev/nvidia2", check=False)
         machine.install("--remove")
         assert not machine.exec("ls /etc/slurm/gres.conf", check=False).startswith("/etc")
@@ -222,9 +222,9 @@ def test_several_machines_by_the_printed_commands(tmp_path):
             assert not machine.daemons_running()
 
 
-def run(*args):
+def run(*args, **env):
     """On this machine, in ways that change nothing on it."""
-    return subprocess.run(["bash", INSTALL, *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", INSTALL, *args], capture_output=True, text=True, timeout=60, env=os.environ | env)
 
 
 def test_print_config():
@@ -248,7 +248,9 @@ def test_print_config():
     (["--set", "KillWait"], "KEY=VALUE"),
     (["--cgroup", "v3"], "v1, v2 or none"),
     (["--out"], "needs a value"),
+    (["--nodes", "3"], "--help"),
+    (["--print-config"], "apt-get install slurmd"),
 ])
 def test_a_mistake_is_one_line(args, remedy):
-    done = run(*args)
+    done = run(*args, PATH="/usr/bin:/bin")     # without /usr/sbin/slurmd
     assert done.returncode == 1 and remedy in done.stderr and len(done.stderr.splitlines()) == 1
