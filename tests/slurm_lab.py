@@ -171,7 +171,7 @@ class Machine:
         """Run a shell command on this machine; returns what it prints, stderr included."""
         done = subprocess.run(
             self.inside("timeout", "--kill-after=5", str(timeout), "bash", "-c", 'cd "$0" && eval "$1"', cwd, command),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             timeout=timeout + 15, env=clean_environment() | {k: str(v) for k, v in (env or {}).items()})
         if check and done.returncode:
             raise AssertionError(f"on {self.name}, exit status {done.returncode}: {command}\n{done.stdout}")

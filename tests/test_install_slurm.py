@@ -126,15 +126,16 @@ def test_one_machine(kind):
         assert "srun hostname: head" in machine.install()
         assert (machine.daemons_running(), machine.exec(stat)) == (daemons, times)      # nothing was done
 
-        job = machine.exec("sbatch --parsable --ntasks=1 --output=/run/job.out --wrap='srun hostname; sleep 4; echo slept'").strip()
-        machine.exec(f"until squeue -hj {job} -o %t | grep R; do sleep 0.1; done")
+        waits = "srun hostname; until [ -e /run/go ]; do sleep 0.1; done; echo went"
+        job = machine.exec(f"sbatch --parsable --output=/run/job.out --wrap={shlex.quote(waits)}").strip()
+        machine.exec("until [ -s /run/job.out ]; do sleep 0.1; done")
         machine.install("--set", "MaxJobCount=77")
         assert "MaxJobCount             = 77" in machine.exec("scontrol show config")
         assert machine.daemons_running()["slurmctld"] != daemons["slurmctld"]
         refusal = machine.install("--remove", check=False)
         assert "there are jobs" in refusal and len(refusal.splitlines()) == 1
-        machine.exec(f"while squeue -h | grep {job}; do sleep 0.2; done")
-        assert machine.exec("cat /run/job.out").split() == ["head", "slept"]
+        machine.exec(f"touch /run/go; while squeue -h | grep {job}; do sleep 0.2; done")
+        assert machine.exec("cat /run/job.out").split() == ["head", "went"]
 
         machine.install("--remove")
         assert not machine.daemons_running()
