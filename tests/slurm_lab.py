@@ -259,7 +259,7 @@ class Lab(Network):
         for gpu in gpus:
             os.mknod(gpu, 0o666 | 0o020000, os.makedev(1, 3))
         etc = self.root / "etc"
-        cgroup = "v1" if os.access("/sys/fs/cgroup/freezer", os.W_OK) else "none"    # v2 would need a systemd on every node
+        cgroup = "v1" if os.access("/sys/fs/cgroup/freezer", os.W_OK) else "none"   # v2: a systemd per node
         command = ["bash", INSTALL, "--out", etc, "--cgroup", cgroup, "--controller", f"head={self.addresses['head']}"]
         for name in self.nodes:
             command += ["--node", f"{name}={self.addresses[name]},CPUs=4,RealMemory=10000,Gres=gpu:2"]

@@ -51,7 +51,8 @@ cd /
 umount -l /run/old
 rmdir /run/old
 if [ "$kind" = systemd ]; then
-    exec env -i container=lxc PATH="$PATH" /lib/systemd/systemd --unit=basic.target systemd.mask=systemd-tmpfiles-setup.service
+    exec env -i container=lxc PATH="$PATH" \
+        /lib/systemd/systemd --unit=basic.target systemd.mask=systemd-tmpfiles-setup.service
 fi
 touch /run/up
 while :; do sleep 3600 & wait $!; done
@@ -139,8 +140,8 @@ def test_one_machine(kind):
 
         machine.install("--remove")
         assert not machine.daemons_running()
-        left = {file for file in machine.written() - before if not re.match(r"\./var/(log/(munge|journal)|lib/munge)/", file)}
-        assert not left
+        left = machine.written() - before
+        assert not {file for file in left if not re.match(r"\./var/(log/(munge|journal)|lib/munge)/", file)}
         assert "no configuration" in machine.install("--remove")
 
 
@@ -165,8 +166,8 @@ def test_gpus_are_found_counted_and_fenced():
             machine.exec(f"mknod -m 666 /dev/nvidia{gpu} c 1 {5 + 2 * gpu}")     # really /dev/zero, /dev/urandom
         machine.install()
         assert machine.exec("sinfo -ho %G").strip().startswith("gpu:2")
-        seen = machine.exec("srun -Q --gpus=1 bash -c 'echo $CUDA_VISIBLE_DEVICES'; srun -Q --gpus=2 bash -c 'echo $CUDA_VISIBLE_DEVICES'")
-        assert seen.split() == ["0", "0,1"]
+        for count, seen in ((1, "0"), (2, "0,1")):
+            assert machine.exec(f"srun -Q --gpus={count} printenv CUDA_VISIBLE_DEVICES").strip() == seen
         assert "Requested node configuration is not available" in machine.exec("srun -Q --gpus=3 true", check=False)
         if os.access("/sys/fs/cgroup/devices", os.W_OK):
             assert "Operation not permitted" in machine.exec("srun -Q --gpus=1 head -c 1 /dev/nvidia2", check=False)
