@@ -1,0 +1,374 @@
+"""The sbatch files and the two-terminal scripts, on a real Slurm of three nodes (slurm_lab.py).
+
+A job's result is compared, bit for bit, with the same training outside Slurm. Where a test needs time to disturb a
+run, it runs a copy of the script that sleeps after every step.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from helpers import SCRIPTS, differences, load_snapshot, run
+
+SBATCH = {path.stem: path for path in sorted((ROOT / "slurm").glob("*.sbatch"))}
+THREADS = 2         # of each worker, in Slurm and outside
+PREEMPTIONS = 10
+
+
+# --- the files ---
+
+def test_shared_blocks_are_equal():
+    files = [*SBATCH.values(), ROOT / "slurm/ddp-master-node.sh", ROOT / "slurm/ddp-worker-node.sh"]
+    blocks = {}
+    for path in files:
+        text = path.read_text()
+        assert text.count("# --- shared:") == text.count("# --- end ---"), path
+        for name, block in re.findall(r"# --- shared: (.*?) ---\n(.*?)# --- end ---", text, re.DOTALL):
+            blocks.setdefault(name, {})[path.name] = block
+    assert {"start", "environment", "workers", "meeting point", "run"} <= blocks.keys()
+    for name, copies in blocks.items():
+        assert len(copies) > 1, f"only {list(copies)} has {name}"
+        assert len(set(copies.values())) == 1, f"{name} differs between {', '.join(copies)}"
+    for name in "start", "workers", "run":
+        assert len(blocks[name]) == len(SBATCH)
+
+
+def test_every_script_has_its_sbatch_files():
+    assert set(SBATCH) == {"cpu", "cpu-container", "mnist", "cifar10", "cifar10-srun", "fashionmnist", "synthetic"}
+    assert {re.search(r"^folder=(\w+)$", path.read_text(), re.MULTILINE)[1] for path in SBATCH.values()} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("path", SBATCH.values(), ids=SBATCH)
+def test_options_are_read(path):
+    """#SBATCH lines after the first command, or misspelt ones, would be ignored silently; a gres line would not do on CPUs."""
+    lines = path.read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [line for line in lines if re.match(r"#\s*SBATCH", line)]
+    assert options == [line for line in lines[:first] if line.startswith("#SBATCH --")]
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --output=%x-%j.out"} <= set(options)
+    assert not re.search("gres|gpus|partition|account", " ".join(options))
+
+
+@pytest.mark.parametrize("path", SBATCH.values(), ids=SBATCH)
+def test_sbatch_takes_it(slurm_lab, path):
+    assert "to start at" in slurm_lab.sh(f"sbatch --test-only --nodes=2 {shlex.quote(str(path))}")
+
+
+# --- what the tests use ---
+
+@pytest.fixture(scope="module")
+def project(slurm_lab):
+    """A clone on the shared disk, in a folder with a space, its environment where the sbatch files look for it."""
+    top = slurm_lab.folder / "a project"
+    for name in (*SCRIPTS, "slurm"):
+        shutil.copytree(ROOT / name, top / name)
+    (top / ".venv").symlink_to(sys.prefix)
+    return top
+
+
+@pytest.fixture(scope="module")
+def lab(slurm_lab, project, request):
+    """The cluster. The longest story, test_ten_preemptions, runs on c3 while other tests use c1 and c2."""
+    with ThreadPoolExecutor(1) as pool:
+        if any(item.name == "test_ten_preemptions" for item in request.session.items):
+            slurm_lab.story = pool.submit(preempt_again_and_again, slurm_lab, project)
+        yield slurm_lab
+
+
+@pytest.fixture
+def all_nodes(lab):
+    """For tests that need c3 too."""
+    if hasattr(lab, "story"):
+        lab.story.exception(timeout=300)
+
+
+@pytest.fixture
+def here(slurm_lab, request):
+    """An empty folder of the shared disk, to submit from."""
+    folder = slurm_lab.folder / re.sub(r"\W+", "-", request.node.name)
+    folder.mkdir()
+    return folder
+
+
+def changed(project, script, old, new):
+    """A copy of a script with a change, for SCRIPT=."""
+    text = (project / script / "train.py").read_text()
+    assert text.count(old) == 1, f"{script} has not one {old!r}"
+    path = project / f"{script}-{abs(hash(new))}.py"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def slow(project, script, seconds):
+    """A copy that sleeps after every step, so that there is time to disturb it."""
+    return changed(project, script, "            step += 1\n", f"            step += 1\n            time.sleep({seconds})\n")
+
+
+def submit(lab, project, here, name, *args, options=("--exclude=c3",), **env):
+    """sbatch OPTIONS slurm/NAME.sbatch ARGS. The nodes have GPUs, so CPU=1 is said, unless env says CPU=None."""
+    env = {"CPU": 1, "OMP_NUM_THREADS": THREADS, **env}
+    path = Path(name) if "/" in str(name) else project / f"slurm/{name}.sbatch"
+    return lab.sbatch(*options, path, *args, cwd=here, env={key: value for key, value in env.items() if value is not None})
+
+
+def output(lab, job):
+    path = Path(lab.show(job)["StdOut"])
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def wait_for(lab, job, condition, timeout=120):
+    """Until condition() holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, lab.report(job)
+        time.sleep(0.1)
+
+
+def wait_for_epoch(lab, job, life=1):
+    """Until the job, in its first life or a later one, has trained an epoch."""
+    wait_for(lab, job, lambda: len(hosts(lab, job)) == life and "\nepoch " in output(lab, job).split(" | steps ")[-1])
+
+
+def restarts(lab, job):
+    return int(lab.show(job)["Restarts"])
+
+
+def hosts(lab, job):
+    """What each life's first line tells of the workers: [(4, ["c1", "c2"])]."""
+    found = re.findall(r"^\w+_d\w+: (\d+) workers? on ([^|]*) \|", output(lab, job), re.MULTILINE)
+    return [(int(workers), names.split(", ")) for workers, names in found]
+
+
+def preempt(lab, nodes, *jobs):
+    """By a job of a higher partition that wants all of these nodes."""
+    before = [restarts(lab, job) for job in jobs]
+    lab.sbatch("--partition=high", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", "--wrap=true")
+    for job, count in zip(jobs, before):
+        wait_for(lab, job, lambda: restarts(lab, job) == count + 1, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory):
+    """outside(script, flags, workers) is the snapshot of the same training outside Slurm, without disturbance."""
+    folder, known = tmp_path_factory.mktemp("outside"), {}
+
+    def train(script, *flags, workers=1):
+        key = (script, *map(str, flags), workers)
+        if key not in known:
+            known[key] = folder / f"{len(known)}.pt"
+            result = run(script, *flags, "--checkpoint", known[key], launcher="torchrun" if workers > 1 else "python",
+                         workers=workers, timeout=300, env={"OMP_NUM_THREADS": THREADS})
+            assert result.status == 0, result.stderr
+        return known[key]
+
+    return train
+
+
+def assert_same(lab, job, path, other):
+    different = differences(load_snapshot(path), load_snapshot(other))
+    assert not different, f"{path} differs from {other} in {different}\n{output(lab, job)}"
+
+
+def completed(lab, here, job, timeout=240):
+    """Wait for the job's good end; return the path of its snapshot."""
+    lab.wait(job, "COMPLETED", timeout=timeout)
+    return here / f"{lab.show(job)['JobName']}-{job}.pt"
+
+
+# --- every file runs, and what it trains is what is trained outside Slurm ---
+
+LINEAR = ["--epochs", 4, "--samples", 256]
+IMAGES = ["--epochs", 1, "--fake-data", 64, "--batch-size", 16]
+
+
+def test_cpu_on_two_nodes(lab, project, here, outside):
+    job = submit(lab, project, here, "cpu", *LINEAR, options=["--exclude=c3", "--nodes=2"])
+    snapshot = completed(lab, here, job)
+    assert hosts(lab, job) == [(2, ["c1", "c2"])]
+    assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR, workers=2))
+
+
+def test_cifar10_copied_to_an_empty_folder_on_two_nodes(lab, project, here, outside):
+    shutil.copy(project / "slurm/cifar10.sbatch", here)
+    shutil.copy(project / "cifar10_ddp/train.py", here)
+    job = submit(lab, project, here, here / "cifar10.sbatch", *IMAGES, options=["--exclude=c3", "--nodes=2"], VENV=sys.prefix)
+    snapshot = completed(lab, here, job)
+    assert hosts(lab, job) == [(2, ["c1", "c2"])]
+    assert_same(lab, job, snapshot, outside("cifar10_ddp", *IMAGES, workers=2))
+
+
+def test_cifar10_srun_starts_a_worker_per_gpu(lab, project, here, outside):
+    """The GPUs are granted by Slurm but are no GPUs: what is shown is only how many workers start."""
+    job = submit(lab, project, here, "cifar10-srun", *IMAGES, options=["--exclude=c3", "--gpus-per-node=2"], CPU=None)
+    snapshot = completed(lab, here, job)
+    assert [workers for workers, _ in hosts(lab, job)] == [2]
+    assert_same(lab, job, snapshot, outside("cifar10_ddp", *IMAGES, workers=2))
+
+
+def test_fashionmnist_and_its_log_of_gpus(lab, project, here, outside):
+    """nvidia-smi is a stand-in that knows dmon."""
+    tools = here / "bin"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho \"$*\"; [ \"$*\" != 'dmon -s pucm -d 5' ] || exec sleep 1000\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    job = submit(lab, project, here, "fashionmnist", *IMAGES, options=["--exclude=c3", "--cpus-per-task=2"],
+                 PATH=f"{tools}:{os.environ['PATH']}")
+    snapshot = completed(lab, here, job)
+    assert [workers for workers, _ in hosts(lab, job)] == [2]
+    assert_same(lab, job, snapshot, outside("fashionmnist_ddp", *IMAGES, workers=2))
+    assert (here / f"fashionmnist-{job}-gpu.log").read_text() == "dmon -s pucm -d 5\n"
+
+
+def test_mnist_named_environment(lab, project, here, outside):
+    """CONDA_ENV=NAME asks conda, here a stand-in, for the folder; MODULES are loaded, here by a stand-in, before."""
+    tools = here / "bin"
+    tools.mkdir()
+    (tools / "conda").write_text(f"#!/bin/sh\n[ \"$*\" != 'run --name mine printenv CONDA_PREFIX' ] || echo {sys.prefix}\n")
+    (tools / "conda").chmod(0o755)
+    job = submit(lab, project, here, "mnist", *IMAGES, CONDA_ENV="mine", MODULES="cuda/12 python", CONDA_EXE=tools / "conda",
+                 **{"BASH_FUNC_module%%": '() { echo "module: $*"; }'})
+    snapshot = completed(lab, here, job)
+    assert "module: load cuda/12 python\n" in output(lab, job)
+    assert_same(lab, job, snapshot, outside("mnist_dp", *IMAGES))
+
+
+def test_synthetic_with_a_checkpoint_of_its_own(lab, project, here, outside):
+    job = submit(lab, project, here, "synthetic", *LINEAR, "--checkpoint", here / "mine.pt", options=["--exclude=c3", "--cpus-per-task=2"])
+    completed(lab, here, job)
+    assert [workers for workers, _ in hosts(lab, job)] == [2]
+    assert_same(lab, job, here / "mine.pt", outside("synthetic_ddp", *LINEAR, workers=2))
+    assert not list(here.glob("synthetic-*.pt"))
+
+
+def test_synthetic_measures(lab, project, here):
+    job = submit(lab, project, here, "synthetic", "--model", "squeezenet1_1", "--image-size", 32, "--steps", 2)
+    completed(lab, here, job)
+    assert "images/s" in output(lab, job)
+
+
+def test_container(lab, project, here, outside):
+    """There is no pyxis here: an srun that stands in writes the container's options down and does without them."""
+    tools, real = here / "bin", shutil.which("srun")
+    tools.mkdir()
+    (tools / "srun").write_text(f"""#!/bin/bash
+case $1 in --help) echo --container-image; exit ;; esac
+for word; do
+    case $word in --container-*) echo "$word" >>{shlex.quote(str(here))}/options ;; *) rest+=("$word") ;; esac
+done
+PATH={sys.prefix}/bin:$PATH exec {real} "${{rest[@]}}"
+""")
+    (tools / "srun").chmod(0o755)
+    (here / "pytorch.sqsh").touch()
+    job = submit(lab, project, here, "cpu-container", *LINEAR, options=["--exclude=c3", "--nodes=2"],
+                 PATH=f"{tools}:{os.environ['PATH']}")
+    snapshot = completed(lab, here, job)
+    assert (here / "options").read_text().splitlines() == [
+        f"--container-image={here}/pytorch.sqsh",
+        f"--container-mounts={project}/cpu_ddp:{project}/cpu_ddp,{here}:{here}",
+        f"--container-workdir={here}"]
+    assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR, workers=2))
+
+
+# --- mistakes: one line, and an end ---
+
+def fails(lab, project, here, name, *args, **how):
+    """Submit, wait for the failure, and return the one line that the job printed."""
+    job = submit(lab, project, here, name, *args, **how)
+    lab.wait(job, "FAILED", timeout=30)
+    assert restarts(lab, job) == 0
+    line = re.fullmatch(r"error: ([^\n]+)\n", output(lab, job))
+    assert line, output(lab, job)
+    return line[1]
+
+
+def test_no_environment(lab, project, here):
+    shutil.copy(project / "slurm/cifar10.sbatch", here)
+    (here / "train.py").touch()
+    line = fails(lab, project, here, here / "cifar10.sbatch", PATH="/usr/bin:/bin")
+    assert "create-venv.sh" in line and "VENV=" in line and "CONDA_ENV=" in line
+    (here / "empty").mkdir()
+    line = fails(lab, project, here, "cifar10", VENV=here / "empty", PATH="/usr/bin:/bin")
+    assert f"no PyTorch in {here}/empty" in line
+
+
+def test_no_script(lab, project, here):
+    shutil.copy(project / "slurm/cifar10.sbatch", here)
+    assert f"{here}/train.py" in (line := fails(lab, project, here, here / "cifar10.sbatch")) and "SCRIPT=" in line
+    assert "mine.py" in fails(lab, project, here, "cifar10", SCRIPT="mine.py")
+
+
+def test_gpus_forgotten(lab, project, here):
+    line = fails(lab, project, here, "cifar10", CPU=None)
+    assert "--gpus-per-node=" in line and "CPU=1" in line
+
+
+def test_more_workers_than_gpus(lab, project, here):
+    line = fails(lab, project, here, "cifar10", options=["--exclude=c3", "--gpus-per-node=1"], CPU=None, WORKERS_PER_NODE=2)
+    assert "WORKERS_PER_NODE=2" in line and "--gpus-per-node=2" in line
+
+
+def test_unequal_shares(lab, project, here):
+    line = fails(lab, project, here, "cifar10", options=["--exclude=c3", "--nodes=2", "--gpus=3"], CPU=None)
+    assert "unequal" in line and "--gpus-per-node" in line
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashionmnist"])
+def test_one_node_only(lab, project, here, name):
+    assert "cifar10.sbatch" in fails(lab, project, here, name, options=["--exclude=c3", "--nodes=2"])
+
+
+def test_container_without_image_or_pyxis(lab, project, here):
+    assert "create-enroot-image.sh" in fails(lab, project, here, "cpu-container")
+    assert "pyxis" in fails(lab, project, here, "cpu-container", IMAGE="docker://pytorch/pytorch:1")
+
+
+def test_wrong_flag_of_the_script(lab, project, here):
+    """It is the script that refuses; the job fails at once and stays down."""
+    job = submit(lab, project, here, "cpu", "--epoch-count", 3)
+    lab.wait(job, "FAILED", timeout=60)
+    assert restarts(lab, job) == 0
+    assert "--epoch-count" in output(lab, job) and output(lab, job).endswith("not started again\n")
+
+
+# --- coming back ---
+
+def preempt_again_and_again(lab, project):
+    here = lab.folder / "again and again"
+    here.mkdir()
+    flags = ["--epochs", 200, "--samples", 256, "--save-every", 1000]
+    job = submit(lab, project, here, "cpu", *flags, options=["--nodelist=c3"], SCRIPT=slow(project, "cpu_ddp", 0.05))
+    for life in range(1, PREEMPTIONS + 1):
+        wait_for_epoch(lab, job, life)
+        preempt(lab, "c3", job)
+    return job, completed(lab, here, job), flags
+
+
+def test_preempted_jobs_come_back(lab, project, here, outside):
+    """Four at once, one for each way to start workers; two of them on the same two nodes, where ports could clash."""
+    linear, images = ["--epochs", 40, "--samples", 256], ["--epochs", 3, "--fake-data", 320, "--batch-size", 16]
+    two_nodes = ["--nodelist=c1,c2", "--cpus-per-task=1"]
+    jobs = {
+        ("cpu_ddp", *linear): submit(lab, project, here, "cpu", *linear, options=two_nodes, SCRIPT=slow(project, "cpu_ddp", 0.06)),
+        ("cpu_ddp", *linear, "--seed", 1): submit(
+            lab, project, here, "cifar10-srun", *linear, "--seed", 1, options=two_nodes, SCRIPT=slow(project, "cpu_ddp", 0.06)),
+        ("fashionmnist_ddp", *images): submit(lab, project, here, "fashionmnist", *images,
+                                              options=["--nodelist=c1", "--cpus-per-task=2"],
+                                              SCRIPT=slow(project, "fashionmnist_ddp", 0.3)),
+        ("mnist_dp", *images): submit(lab, project, here, "mnist", *images, options=["--nodelist=c2"],
+                                      SCRIPT=slow(project, "mnist_dp", 0.15)),
+    }
+    for job in jobs.values():
+        wait_for_epoch(lab, job)
+    preempt(lab, "c1,c2", *jobs.values())
+    for (script, *flags), job in jobs.items():
+        snapshot = completed(lab, here, job)
+        assert restarts(lab, job) == 1 and len(hosts(lab, job)) == 2 - (script == "mnist_dp") * 2
+        assert "preempted: requeued" in output(lab, job) and "\nerror" not in output(lab, job)
+        assert_same(lab, job, snapshot, outside(script, *flags, workers=1 if script == "mnist_dp" else 2))
