@@ -1,10 +1,14 @@
 """Start the scripts as users do, and read what they leave."""
 
 import contextlib
+import importlib.util
 import os
+import pickle
 import re
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,10 +32,15 @@ class Result(NamedTuple):
     stderr: str  # of all workers: what torchrun itself prints is in `launcher`
     statuses: tuple  # of each process started: one per agent for torchrun, one per worker for srun
     launcher: str = ""
+    stderrs: tuple = ()  # of each worker
 
     @property
     def errors(self):
-        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+        return error_lines(self.stderr)
+
+
+def error_lines(text):
+    return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
 def script_path(script):
@@ -46,9 +55,13 @@ def free_port():
 
 
 def clean_environment(extra=None):
-    """The environment without any launcher's variables and the user's threads, plus extra (None unsets one)."""
+    """The environment without any launcher's variables and the user's threads, plus extra (None unsets one).
+
+    No test may download: the proxy is a port where nobody listens.
+    """
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
-    env.update(PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES="")
+    nowhere = "http://127.0.0.1:9"
+    env.update(PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES="", http_proxy=nowhere, https_proxy=nowhere, no_proxy="")
     for name, value in (extra or {}).items():
         env.pop(name, None)
         if value is not None:
@@ -90,13 +103,16 @@ class Job:
     def send(self, signum, number=0):
         self.processes[number].send_signal(signum)
 
+    def outputs(self, kind):
+        """stdout ("out") or stderr ("err") so far, of each worker."""
+        files = [self.path / f"{number}.{kind}" for number in range(len(self.processes))]
+        if self.logs == "torchrun":
+            files = sorted(self.path.glob(f"workers*/*/attempt_*/*/std{kind}.log"))
+        return [file.read_text(errors="replace") for file in files]
+
     def output(self):
         """(stdout, stderr) of the workers so far."""
-        if self.logs == "torchrun":
-            return tuple("".join(file.read_text(errors="replace") for file in sorted(self.path.glob(f"workers*/*/attempt_*/*/{name}.log")))
-                         for name in ("stdout", "stderr"))
-        return tuple("".join((self.path / f"{number}.{kind}").read_text(errors="replace") for number in range(len(self.processes)))
-                     for kind in ("out", "err"))
+        return "".join(self.outputs("out")), "".join(self.outputs("err"))
 
     def wait_for(self, pattern, timeout=60):
         """Return the match of the regular expression in the workers' stdout, as soon as it is there."""
@@ -132,7 +148,7 @@ class Job:
         out, err = self.output()
         launcher = "".join((self.path / f"{number}.err").read_text(errors="replace") for number in range(len(statuses)))
         status = max(status if status >= 0 else 128 - status for status in statuses)
-        return Result(status, out, err, statuses, launcher if self.logs else "")
+        return Result(status, out, err, statuses, launcher if self.logs else "", tuple(self.outputs("err")))
 
     def __enter__(self):
         return self
@@ -142,12 +158,23 @@ class Job:
         self.folder.cleanup()
 
 
-def start(script, *flags, launcher="python", workers=1, agents=1, cwd=None, env=None, rank_env=None, rank_flags=None, options=()):
+def own_cores(number, agents):
+    """A command that keeps an agent to its part of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    if agents == 1 or len(cores) < agents or not shutil.which("taskset"):
+        return []
+    share = len(cores) // agents
+    return ["taskset", "-c", ",".join(map(str, cores[number * share:(number + 1) * share]))]
+
+
+def start(script, *flags, launcher="python", workers=1, agents=1, cwd=None, env=None, rank_env=None, rank_flags=None, options=(),
+          prefix=()):
     """Start a script (a name of SCRIPTS, or a path) and return the Job, to be used in a `with` statement.
 
     launcher: "python", "torchrun" (`workers` in all, over `agents` that meet by c10d) or "srun" (`workers` processes
     with a Slurm step's variables). env is added to the environment of all; rank_env(rank) and rank_flags(rank) to each
-    process's own. options are torchrun's.
+    process's own. options are torchrun's; prefix is a command that starts the command. Each of several agents gets its
+    part of the cores, as if it were alone on a machine.
     """
     program = [sys.executable, script_path(script)]
     count = {"python": 1, "torchrun": agents, "srun": workers}[launcher]
@@ -158,14 +185,14 @@ def start(script, *flags, launcher="python", workers=1, agents=1, cwd=None, env=
         more = [*flags, *(rank_flags(number) if rank_flags else ())]
         if launcher == "srun":
             extra = {**slurm_step(workers, number, port), **extra}
-        prefix = program
+        command = program
         if launcher == "torchrun":
             meeting = (["--master-addr=127.0.0.1", f"--master-port={port}"] if agents == 1 else
                        [f"--nnodes={agents}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test",
                         "--local-addr=127.0.0.1"])
-            prefix = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers // agents}", *meeting,
-                      "--log-dir={logs}", "--redirects=3", *options, program[1]]
-        commands.append([*prefix, *more])
+            command = [*own_cores(number, agents), sys.executable, "-m", "torch.distributed.run",
+                       f"--nproc-per-node={workers // agents}", *meeting, "--log-dir={logs}", "--redirects=3", *options, program[1]]
+        commands.append([*prefix, *command, *more])
         environments.append(clean_environment(extra))
     return Job(commands, environments, cwd, "torchrun" if launcher == "torchrun" else None)
 
@@ -174,6 +201,14 @@ def run(script, *flags, timeout=120, **how):
     """Run a script to its end, as start() does, and return the Result."""
     with start(script, *flags, **how) as job:
         return job.finish(timeout)
+
+
+def load_script(script):
+    """A script as a module, to call one of its functions."""
+    spec = importlib.util.spec_from_file_location(script, script_path(script))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_snapshot(path):
@@ -205,3 +240,37 @@ def differences(one, other, place=""):
     if isinstance(one, (list, tuple)) and len(one) == len(other):
         return [found for index, (a, b) in enumerate(zip(one, other)) for found in differences(a, b, f"{place}/{index}")]
     return [] if one == other else [place]
+
+
+def idx(values):
+    """A uint8 tensor in the format of MNIST's files."""
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.contiguous().numpy().tobytes()
+
+
+def mnist_files(train=40, test=20):
+    """{file name: content} of a small data set in the format of MNIST and Fashion-MNIST: images that tell their label."""
+    files = {}
+    for part, count in ("train", train), ("t10k", test):
+        labels = torch.arange(count, dtype=torch.uint8) % 10
+        files[f"{part}-images-idx3-ubyte"] = idx((labels * 25).view(-1, 1, 1).expand(-1, 28, 28))
+        files[f"{part}-labels-idx1-ubyte"] = idx(labels)
+    return files
+
+
+def write_files(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def cifar_files(per_batch=20):
+    """{file name: content} of a small data set in CIFAR-10's own format, rows of 3 x 32 x 32 red, green and blue."""
+    def batch(count, seed):
+        labels = torch.arange(count) % 10
+        noise = torch.randint(60, (count, 3 * 32 * 32), generator=torch.Generator().manual_seed(seed))
+        data = (noise + 19 * labels.view(-1, 1)).to(torch.uint8).numpy()
+        return pickle.dumps({"batch_label": "a batch", "labels": labels.tolist(), "data": data,
+                             "filenames": [f"{number}.png" for number in range(count)]}, protocol=2)
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    return {**{f"data_batch_{number}": batch(per_batch, number) for number in range(1, 6)}, "test_batch": batch(per_batch, 6),
+            "batches.meta": pickle.dumps({"num_cases_per_batch": per_batch, "label_names": names, "num_vis": 3072}, protocol=2)}
