@@ -352,7 +352,7 @@ def preempt_again_and_again(lab, project):
 
 def test_preempted_jobs_come_back(lab, project, here, outside):
     """Four at once, one for each way to start workers; two of them on the same two nodes, where ports could clash."""
-    linear, images = ["--epochs", 40, "--samples", 256], ["--epochs", 3, "--fake-data", 320, "--batch-size", 16]
+    linear, images = ["--epochs", 60, "--samples", 256], ["--epochs", 8, "--fake-data", 64, "--batch-size", 16]
     two_nodes = ["--nodelist=c1,c2", "--cpus-per-task=1"]
     jobs = {
         ("cpu_ddp", *linear): submit(lab, project, here, "cpu", *linear, options=two_nodes, SCRIPT=slow(project, "cpu_ddp", 0.06)),
@@ -360,9 +360,9 @@ def test_preempted_jobs_come_back(lab, project, here, outside):
             lab, project, here, "cifar10-srun", *linear, "--seed", 1, options=two_nodes, SCRIPT=slow(project, "cpu_ddp", 0.06)),
         ("fashionmnist_ddp", *images): submit(lab, project, here, "fashionmnist", *images,
                                               options=["--nodelist=c1", "--cpus-per-task=2"],
-                                              SCRIPT=slow(project, "fashionmnist_ddp", 0.3)),
+                                              SCRIPT=slow(project, "fashionmnist_ddp", 0.5)),
         ("mnist_dp", *images): submit(lab, project, here, "mnist", *images, options=["--nodelist=c2"],
-                                      SCRIPT=slow(project, "mnist_dp", 0.15)),
+                                      SCRIPT=slow(project, "mnist_dp", 0.25)),
     }
     for job in jobs.values():
         wait_for_epoch(lab, job)
@@ -372,3 +372,192 @@ def test_preempted_jobs_come_back(lab, project, here, outside):
         assert restarts(lab, job) == 1 and len(hosts(lab, job)) == 2 - (script == "mnist_dp") * 2
         assert "preempted: requeued" in output(lab, job) and "\nerror" not in output(lab, job)
         assert_same(lab, job, snapshot, outside(script, *flags, workers=1 if script == "mnist_dp" else 2))
+
+
+def test_other_ways_to_be_stopped(lab, project, here, outside):
+    """By an administrator, a minute before the time limit, at the time limit, and while the workers still start."""
+    flags = ["--epochs", 40, "--samples", 256]
+    jobs = [submit(lab, project, here, "cpu", *flags, "--seed", seed, options=[f"--nodelist={node}"], SCRIPT=slow(project, "cpu_ddp", 0.06))
+            for seed, node in enumerate(["c1", "c1", "c2", "c2"])]
+    requeued, noticed, timed_out, starting = jobs
+    wait_for(lab, starting, lambda: "JobState=RUNNING" in lab.sh(f"scontrol show job {starting}"))
+    lab.sh(f"scontrol requeue {starting}")
+    wait_for_epoch(lab, requeued)
+    lab.sh(f"scontrol requeue {requeued}")
+    wait_for_epoch(lab, timed_out)
+    lab.sh(f"scontrol update job={timed_out} EndTime=now+1")        # Slurm looks every 30 s; it lets the next life have a minute
+    wait_for_epoch(lab, noticed)
+    lab.sh(f"scancel --batch --signal=USR1 {noticed}")              # what --signal=B:USR1@60 does
+    for seed, job in enumerate(jobs):
+        snapshot = completed(lab, here, job)
+        assert restarts(lab, job) == 1
+        assert_same(lab, job, snapshot, outside("cpu_ddp", *flags, "--seed", seed))
+    assert "preempted: requeued" in output(lab, noticed) and "time limit: requeued" in output(lab, timed_out)
+    assert not any("\nerror" in output(lab, job) for job in jobs)
+
+
+def test_preempted_while_the_workers_start(lab, project, here, outside):
+    """TERM kills Python before it can obey; that is no crash."""
+    job = submit(lab, project, here, "cpu", *LINEAR, options=["--nodelist=c1"],
+                 SCRIPT=changed(project, "cpu_ddp", "import torch\n", "import time; time.sleep(4)\nimport torch\n"))
+    wait_for(lab, job, lambda: f"StepId={job}.0" in lab.sh("scontrol show steps"))
+    time.sleep(3)
+    preempt(lab, "c1", job)
+    snapshot = completed(lab, here, job)
+    assert len(hosts(lab, job)) == 1 and "preempted: requeued" in output(lab, job)
+    assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR))
+
+
+def test_scancel_ends_a_job(lab, project, here):
+    jobs = [submit(lab, project, here, name, "--epochs", 1000, "--samples", 256, SCRIPT=slow(project, "cpu_ddp", 0.06))
+            for name in ("cpu", "cifar10-srun")]
+    for job in jobs:
+        wait_for_epoch(lab, job)
+    lab.sh(f"scancel {jobs[0]} {jobs[1]}")
+    for job in jobs:
+        lab.wait(job, "CANCELLED", timeout=30)
+    time.sleep(2)
+    for job in jobs:
+        assert lab.state(job) == "CANCELLED" and restarts(lab, job) == 0
+        assert (here / f"{lab.show(job)['JobName']}-{job}.pt.status").read_text() == "preempted\n"      # it has saved
+
+
+def test_crash_is_final(lab, project, here):
+    bug = changed(project, "cpu_ddp", "            step += 1\n", "            step += 1\n            assert step < 9, 'a bug'\n")
+    jobs = [submit(lab, project, here, name, *LINEAR, options=["--exclude=c3", "--nodes=2"], SCRIPT=bug) for name in ("cpu", "cifar10-srun")]
+    for job in jobs:
+        lab.wait(job, "FAILED", timeout=90)
+        assert restarts(lab, job) == 0
+        text = output(lab, job)
+        assert "AssertionError: a bug" in text and text.endswith("training failed with status 1 (above); not started again\n"), text
+
+
+def test_finished_is_finished(lab, project, here, outside):
+    """The signal comes between the last step and the end: there is nothing left to do, nor to undo."""
+    late = changed(project, "cpu_ddp", "            set_status(checkpoint, \"finished\")\n        loss",
+                   "            set_status(checkpoint, \"finished\")\n            time.sleep(8)\n        loss")
+    preempted, requeued = jobs = [
+        submit(lab, project, here, "cpu", *LINEAR, options=[f"--nodelist={node}"], SCRIPT=late) for node in ("c1", "c2")]
+    for job in jobs:
+        status = here / f"cpu-{job}.pt.status"
+        wait_for(lab, job, lambda: status.exists() and status.read_text() == "finished\n")
+    lab.sbatch("--partition=high", "--nodelist=c1", "--exclusive", "--output=/dev/null", "--wrap=true")
+    lab.sh(f"scontrol requeue {requeued}")
+    for job in jobs:
+        assert_same(lab, job, completed(lab, here, job), outside("cpu_ddp", *LINEAR))
+        assert len(hosts(lab, job)) == 1
+    assert restarts(lab, preempted) == 0
+    assert restarts(lab, requeued) == 1 and "already finished" in output(lab, requeued)
+
+
+def test_limit_of_restarts(lab, project, here):
+    job = submit(lab, project, here, "cpu", "--epochs", 1000, MAX_RESTARTS=0, SCRIPT=slow(project, "cpu_ddp", 0.06))
+    wait_for_epoch(lab, job)
+    lab.sh(f"scontrol requeue {job}")
+    wait_for(lab, job, lambda: restarts(lab, job) == 1)
+    lab.wait(job, "FAILED", timeout=60)
+    assert "MAX_RESTARTS is 0" in output(lab, job).splitlines()[-1]
+
+
+# --- the network ---
+
+def test_hostname_means_loopback(lab, project, here, outside):
+    """As Debian's installer sets it up. (All other tests: the hostname means the node's address.)"""
+    lab.loopback_hostnames(True)
+    try:
+        assert "127.0.1.1" in lab.node("c1").exec("getent ahosts c1")
+        jobs = [submit(lab, project, here, name, *LINEAR, options=["--exclude=c3", "--nodes=2"],
+                       **({"SCRIPT": project / "cpu_ddp/train.py"} if name == "cifar10-srun" else {})) for name in ("cpu", "cifar10-srun")]
+        for job in jobs:
+            snapshot = completed(lab, here, job)
+            assert hosts(lab, job) == [(2, ["c1", "c2"])]
+            assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR, workers=2))
+        tools = here / "bin"                     # everything but ip, which finds the interface
+        tools.mkdir()
+        for folder in ("/usr/bin", "/bin"):
+            for tool in Path(folder).iterdir():
+                if tool.name != "ip" and not (tools / tool.name).is_symlink():
+                    (tools / tool.name).symlink_to(tool)
+        line = fails(lab, project, here, "cpu", options=["--exclude=c3", "--nodes=2"], PATH=tools)
+        assert "127.*" in line and "GLOO_SOCKET_IFNAME=" in line
+    finally:
+        lab.loopback_hostnames(False)
+
+
+def test_two_terminals(lab, project, here, outside):
+    """The master prints a line; pasted on another node, it joins."""
+    flags = shlex.join(map(str, [*LINEAR, "--checkpoint", here / "two.pt"]))
+    lab.sh(f"srun --nodelist=c1 env WORKERS_PER_NODE=1 bash {shlex.quote(str(project))}/slurm/ddp-master-node.sh "
+           f"{shlex.quote(str(project))}/cpu_ddp/train.py {flags} >master.log 2>&1 &", cwd=here)
+    log, deadline = here / "master.log", time.monotonic() + 20
+    while not (line := re.search(r"^    (cd .*ddp-worker-node.sh.*)$", log.read_text() if log.exists() else "", re.MULTILINE)):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    lab.sh(f"srun --nodelist=c2 bash -c {shlex.quote(line[1])}", cwd=here, timeout=90)
+    deadline = time.monotonic() + 20
+    while "learned weights" not in log.read_text() or (here / "two.pt.status").read_text() != "finished\n":
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    assert "2 workers on c1, c2" in log.read_text()
+    assert_same(lab, 0, here / "two.pt", outside("cpu_ddp", *LINEAR, workers=2))
+
+
+def test_two_terminals_say_what_is_wrong(lab, project, here):
+    for command, words in {"ddp-master-node.sh no.py": "no.py", "ddp-worker-node.sh": "ddp-master-node.sh prints",
+                           "ddp-worker-node.sh c1:12345 1 2 no.py": "no.py"}.items():
+        out = lab.sh(f"! bash {shlex.quote(str(project))}/slurm/{command}", cwd=here)
+        assert re.fullmatch(r"ddp-\w+-node.sh: [^\n]+\n", out) and words in out
+
+
+def test_hyperpod_resumes_by_itself(lab, project, here):
+    """An srun that stands in for HyperPod's, which knows --auto-resume."""
+    tools = here / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text(f"#!/bin/sh\necho \"$*\" >>{shlex.quote(str(here))}/arguments\n")
+    (tools / "srun").chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    (here / "opt/sagemaker_cluster").mkdir(parents=True)
+    try:
+        for hyperpod in False, True:
+            if hyperpod:        # seen by this node alone, laid over its /opt
+                lab.node("c1").exec(f"mount -t overlay -o lowerdir={here}/opt:/opt overlay /opt")
+            job = submit(lab, project, here, "cpu", *LINEAR, options=["--nodelist=c1"], PATH=f"{tools}:{os.environ['PATH']}")
+            lab.wait(job, "COMPLETED", timeout=30)
+    finally:
+        lab.node("c1").exec("umount /opt", check=False)
+    without, with_hyperpod = (here / "arguments").read_text().splitlines()
+    assert "--auto-resume" not in without and " --auto-resume=1 " in with_hyperpod
+
+
+# --- all three nodes ---
+
+def test_ten_preemptions(lab, outside):
+    job, snapshot, flags = lab.story.result(timeout=400)
+    lives = re.findall(r"steps (\d+) to", output(lab, job))
+    assert restarts(lab, job) == PREEMPTIONS and len(lives) == PREEMPTIONS + 1
+    assert sorted(set(map(int, lives))) == list(map(int, lives))        # each life began where the one before had saved
+    assert_same(lab, job, snapshot, outside("cpu_ddp", *flags))
+
+
+def test_three_nodes(lab, all_nodes, project, here, outside):
+    flags = ["--epochs", 4, "--samples", 288, "--batch-size", 24]
+    job = submit(lab, project, here, "cpu", *flags, options=["--nodes=3"])
+    snapshot = completed(lab, here, job)
+    assert hosts(lab, job) == [(3, ["c1", "c2", "c3"])]
+    assert_same(lab, job, snapshot, outside("cpu_ddp", *flags, workers=3))
+
+
+@pytest.mark.parametrize("accident, node", [("poweroff", "c1"), ("cut", "c2")])
+def test_node_lost(lab, all_nodes, project, here, outside, accident, node):
+    """The node of the job's batch shell, and another one: the job runs on other nodes by itself."""
+    flags = ["--epochs", 40, "--samples", 256]
+    job = submit(lab, project, here, "cpu", *flags, options=["--nodes=2"], SCRIPT=slow(project, "cpu_ddp", 0.1))
+    wait_for_epoch(lab, job)
+    getattr(lab.node(node), accident)()
+    try:
+        snapshot = completed(lab, here, job)
+        assert hosts(lab, job) == [(2, ["c1", "c2"]), (2, sorted({"c1", "c2", "c3"} - {node}))]
+        assert_same(lab, job, snapshot, outside("cpu_ddp", *flags, workers=2))
+    finally:
+        lab.node(node).heal() if accident == "cut" else lab.node(node).boot()
+        lab.wait_for_nodes(60)
