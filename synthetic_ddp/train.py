@@ -294,12 +294,13 @@ def find_worker():
             env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
             env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
             env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
-                       LOCAL_WORLD_SIZE=str(-(-tasks // nodes)))
+                       LOCAL_WORLD_SIZE=str(-(-tasks // max(1, nodes))))
             cpus = int(env.get("SLURM_CPUS_PER_TASK") or 0)
         rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
-        if not (0 <= local_rank <= rank < world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
+        local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+        if not (0 <= local_rank <= rank < world_size and 0 < local_world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
             raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
-        return Worker(rank, local_rank, world_size, int(env.get("LOCAL_WORLD_SIZE", 1)), cpus)
+        return Worker(rank, local_rank, world_size, local_world_size, cpus)
     except KeyError as error:
         problem = f"{error.args[0]} is missing from the environment"
     except ValueError as error:
@@ -349,7 +350,9 @@ def join_group(worker, backend, timeout, device=None):
     options = {"device_id": device} if backend == "nccl" else {}
     if worker.world_size == 1:
         options.update(store=dist.HashStore(), rank=0, world_size=1)  # alone: needs no port
+    signal.alarm(min(timeout, 10**9) + 10)  # ends a wait for a stranger on that port, who never answers
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
+    signal.alarm(0)
 
 
 def together(action, *arguments):
