@@ -221,6 +221,9 @@ class Pod:
                    "--user", f'{security["runAsUser"]}:{security["runAsGroup"]}',
                    "--cap-drop", "all", "--security-opt", "no-new-privileges",
                    "--entrypoint", json.dumps(container["command"])]
+        limits = container["resources"]["limits"]
+        options += ["--cpus", re.sub(r"^(\d+)m$", lambda milli: str(int(milli[1]) / 1000), str(limits["cpu"])),
+                    "--memory", limits["memory"].removesuffix("i")]
         for variable in container.get("env", []):
             options += ["--env", f'{variable["name"]}={variable["value"]}']
         for mount in container.get("volumeMounts", []):

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ FOLDER = lab.ROOT / "containers/kubernetes"
 TEMPLATES = sorted(path.name for path in FOLDER.glob("*.yaml-template"))
 ELASTIC = [name for name in TEMPLATES if name.startswith("pytorchjob")]
 VARIABLES = dict(JOB_NAME="my-job", SCRIPT="cpu_ddp", EPOCHS=50, ARGS="", IMAGE_URI="registry/ddp:1", INSTANCE_TYPE="ml.m5.2xlarge",
-                 NUM_NODES=2, WORKERS_PER_NODE=1, CPU_PER_NODE=1, MEMORY_PER_NODE="2Gi", GPU_PER_NODE=0, CLAIM_NAME="fsx-claim")
+                 NUM_NODES=2, WORKERS_PER_NODE=1, CPU_PER_NODE=2, MEMORY_PER_NODE="2Gi", GPU_PER_NODE=0, CLAIM_NAME="fsx-claim")
 
 
 def rendered(template, **changes):
@@ -65,6 +66,16 @@ def test_the_variants_of_the_pytorchjob_differ_in_little():
         lines = (FOLDER / name).read_text().split("apiVersion", 1)[1].splitlines()
         changed = [line for line in difflib.ndiff(plain, lines) if line[0] in "+-"]
         assert 0 < len(changed) <= most, changed
+
+
+def test_the_readme_sets_every_variable():
+    lab.skip_without("envsubst")
+    exports = "\n".join(re.findall(r"^export (?!AWS|ACCOUNT|REGISTRY).*", (lab.ROOT / "containers/README.md").read_text(), re.M))
+    for template in TEMPLATES:
+        command = f'REGISTRY=registry\n{exports}\nexec bash "$0" "$1"'
+        done = subprocess.run(["bash", "-c", command, FOLDER / "render.sh", FOLDER / template], env={"PATH": os.environ["PATH"]},
+                              capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0 and "name: cpu-ddp\n" in done.stdout, done.stderr
 
 
 # --- validation ---
@@ -255,7 +266,7 @@ def test_a_trainjob_survives_the_loss_of_a_pod(cluster):
 
 
 @pytest.mark.parametrize("script, arguments", {
-    "fashionmnist_ddp": "--fake-data=256", "cifar10_ddp": "--fake-data=64 --batch-size=16", "synthetic_ddp": ""}.items())
+    "fashionmnist_ddp": "--fake-data=256", "cifar10_ddp": "--fake-data=32 --batch-size=8", "synthetic_ddp": ""}.items())
 def test_every_script_runs_as_a_job(cluster, script, arguments):
     template = {"fashionmnist_ddp": "pytorchjob.yaml-template"}.get(script, "trainjob.yaml-template")
     pods = cluster.apply(rendered(template, SCRIPT=script, EPOCHS=1, ARGS=arguments))
