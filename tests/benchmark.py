@@ -74,7 +74,7 @@ def cases(quick):
     cifar_batch, pixels = (32, 96) if quick else (128, 224)
     resnet = "--model", "resnet18", "--image-size", str(pixels)
     at_ceiling = {} if quick else {"vs_ceiling": 0.93}  # the exchange weighs more on a smaller batch
-    both = [
+    everything = [
         Case("cpu_ddp", "fp32", 32, bars={"vs_tutorial": 1.2}),
         Case("mnist_dp", "fp32", 128, items=1),
         Case("mnist_dp", "bf16", 128, items=1),
@@ -86,7 +86,7 @@ def cases(quick):
         Case("synthetic_ddp", "bf16", 32, flags=resnet, label=" resnet18"),
         Case("synthetic_ddp", "fp32", 32, label=" MLP"),
     ]
-    return [case for case in both if not quick or case.precision == "fp32" or case.bars]
+    return [case for case in everything if not quick or case.precision == "fp32" or case.bars]
 
 
 # --- in a worker ---
@@ -144,7 +144,7 @@ def time_script(module, case, rank, device, unit, units):
         clock = run_script(module, case, ["--steps", str(max(2, unit * units))])
         return rank == 0 and 1e-3 * float(re.search(r"step ([\d.]+) ms", "".join(text for _, text in clock.marks))[1]) or None
     if case.script == "cpu_ddp":  # many short epochs: what happens between them counts
-        clock = run_script(module, case, ["--epochs", str(units + 1), "--samples", str(unit * case.batch * world), "--log-every", "1000000"])
+        clock = run_script(module, case, ["--epochs", str(units + 1), "--samples", str(samples // (units + 1)), "--log-every", "1000000"])
         pattern, length = r"epoch (\d+)/", unit
     else:
         data = ["--samples" if case.script == "synthetic_ddp" else "--fake-data", str(samples)]
@@ -317,11 +317,20 @@ def time_input(module, case, rank, device, unit, units):
     torch.set_num_threads(1)
     samples = MOST_IMAGES // 10
     images, labels = module.fake_images(samples, 0, True)
-    size = [32] * (case.script == "cifar10_ddp")
+    in_memory = getattr(module, "InMemory", TensorDataset)
+    if case.script == "cifar10_ddp":
+        if in_memory is TensorDataset:
+            dataset, prepare = TensorDataset(images, labels), lambda x: module.prepare(x, 32, augment=True)
+        else:  # pixel by pixel, as its files have them
+            dataset = in_memory(images.movedim(1, -1).contiguous(), labels)
+            def prepare(x):
+                return module.prepare(x.movedim(-1, 1), 32, augment=True)
+    else:
+        dataset, prepare = in_memory(images, labels), lambda x: module.prepare(x, augment=True)
     batches = list(BatchSampler(torch.randperm(samples).tolist(), case.batch, drop_last=True))
     start = time.perf_counter()
-    for x, _ in DataLoader(TensorDataset(images, labels), sampler=batches, batch_size=None):
-        module.prepare(x, *size, augment=True)
+    for x, _ in DataLoader(dataset, sampler=batches, batch_size=None):
+        prepare(x)
     script = (time.perf_counter() - start) / len(batches)
     loader = DataLoader(as_torchvision(module, images, labels), case.batch, shuffle=True)
     start = time.perf_counter()
@@ -341,7 +350,8 @@ def learn_tutorial(module, case, rank, device, data_dir, seed, accuracy, seconds
     """Return the same of the tutorial's loop, until it reaches the accuracy or has used up the seconds."""
     torch.manual_seed(seed)
     dataset = torchvision.datasets.FashionMNIST(data_dir, train=True, transform=tutorial_transform(case.script))
-    test_images, test_labels = (tensor.to(device) for tensor in module.load_images(argparse.Namespace(fake_data=0, data_dir=data_dir), False))
+    tests = module.load_images(argparse.Namespace(fake_data=0, data_dir=Path(data_dir)), train=False)
+    test_images, test_labels = (tensor.to(device) for tensor in tests)
     model, optimizer, loss = build(module, case, tutorial=True)
     loader, sampler = tutorial_loader(case, dataset, seed)
     steps = tutorial_steps(case, loader, sampler, wrap_as_tutorial(case, model, device), optimizer, loss, device)
@@ -433,13 +443,22 @@ class Group:
 
 
 def command(case, world_size):
-    """Return the command that starts the script as a user would."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    alone = case.script == "mnist_dp"
-    data = {"cpu_ddp": [], "synthetic_ddp": []}.get(case.script, ["--fake-data", str(max(10, case.batch * (1 if alone else world_size)))])
-    line = [sys.executable, *([] if alone else launcher), str(ROOT / case.script / "train.py"), "--batch-size", str(case.batch), *data]
-    return [*line, *case.flags, *(["--steps", "1"] if case.label == " resnet18" else ["--epochs", "1", "--log-every", "1"]),
-            *["--bf16"] * (case.precision == "bf16")]
+    """Return the command of a case, as a user would type it."""
+    launcher = "python" if case.script == "mnist_dp" else f"torchrun --nproc-per-node={world_size}"
+    flags = ["--batch-size", str(case.batch), *case.flags, *["--bf16"] * (case.precision == "bf16")]
+    return " ".join([launcher, f"{case.script}/train.py", *flags])
+
+
+def first_steps(case, world_size):
+    """Return that command, for a step or two."""
+    launcher, *line = command(case, world_size).split()
+    if launcher == "torchrun":
+        launcher = ["-m", "torch.distributed.run", "--master-addr=127.0.0.1", f"--master-port={free_port()}", line.pop(0)]
+    else:
+        launcher = []
+    data = [] if case.script in ("cpu_ddp", "synthetic_ddp") else ["--fake-data", str(max(10, case.batch * world_size))]
+    few = ["--steps", "1"] if case.label == " resnet18" else ["--epochs", "1", "--log-every", "1"]
+    return [sys.executable, *launcher, str(ROOT / line[0]), *line[1:], *data, *few]
 
 
 def launch(line):
@@ -492,7 +511,7 @@ def measure(group, case, world_size, window, rounds):
             seconds[kind].append(max(answer for answer in answers if answer))
             gpu_peak = max(gpu_peak, peak if kind is time_script else 0)
     script, tutorial, ceiling = (seconds[kind] for kind in kinds[:3])
-    first_step, resident = launch(command(case, world_size))
+    first_step, resident = launch(first_steps(case, world_size))
     return {"case": case, "workers": workers, "images_per_s": [global_batch / value for value in script],
             "vs_tutorial": [theirs / ours for ours, theirs in zip(script, tutorial)],
             "vs_ceiling": [least / ours for ours, least in zip(script, ceiling)],
@@ -549,11 +568,12 @@ def learn(group, data_dir, seeds, epochs):
 
 
 def show(rows):
-    print("\n| script | images/s | / tutorial | / ceiling | steps/s | peak MB per worker | launch to first step |\n|---|---|---|---|---|---|---|")
+    columns = "script", "images/s", "/ tutorial", "/ ceiling", "steps/s", "peak MB per worker", "launch to first step"
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
-        rate = spread(row["images_per_s"], 0)
-        print(f"| {row['case'].name()}, {row['workers']} x {row['case'].batch} | {rate} | {spread(row['vs_tutorial'])} | {spread(row['vs_ceiling'])} | "
-              f"{middle(row['steps_per_s']):.1f} | {row['peak_mb']:.0f} | {row['first_step_s']:.1f} s |")
+        print(f"| {row['case'].name()}, {row['workers']} x {row['case'].batch} | {spread(row['images_per_s'], 0)} | "
+              f"{spread(row['vs_tutorial'])} | {spread(row['vs_ceiling'])} | {middle(row['steps_per_s']):.1f} | "
+              f"{row['peak_mb']:.0f} | {row['first_step_s']:.1f} s |")
 
 
 def as_json(row):
@@ -601,25 +621,26 @@ def main():
           f"{torchvision.__version__}, Python {platform.python_version()} | {args.workers} workers, {threads} threads each, "
           f"{'nccl' if GPUS else 'gloo'} | {rounds} rounds of {window:g} s | median (least-most)\n"
           f"$ {' '.join(['python', 'tests/benchmark.py', *sys.argv[1:]])}", flush=True)
+    chosen = [case for case in cases(args.quick) if case.script in args.only]
+    print("\n".join(command(case, args.workers) for case in chosen), flush=True)
 
     rows, bars = [], []
     with tempfile.TemporaryDirectory() as folder, Group(args.workers, threads) as group:
         data_dir = find_fashion_mnist(args.data_dir, folder) if args.accuracy else None
         if args.accuracy and not data_dir:
             parser.error("--accuracy needs the real Fashion-MNIST: apt-get install dataset-fashion-mnist, or --data-dir")
-        for case in cases(args.quick):
-            if case.script not in args.only:
-                continue
+        for case in chosen:
             row = measure(group, case, args.workers, window, rounds)
             rows.append(row)
             bars += [(f"{case.name()}: {key.replace('vs_', 'speed / ')}", row[key], bound, False) for key, bound in case.bars.items()]
-            print(f"  {time.perf_counter() - start:5.0f} s  {case.name()}: {' '.join(command(case, args.workers)[1:])}", flush=True)
+            print(f"{time.perf_counter() - start:5.0f} s: {case.name()} is measured", file=sys.stderr)
             if case.script == "cpu_ddp":
                 bars.append(("cpu_ddp: step / the step written by hand", row["vs_by_hand"], 1.05, True))
                 bars.append(("cpu_ddp: launch to first step / bare import and SGD", [a / b for a, b in startup(rounds)], 1.2, True))
             if case.precision == "fp32" and case.script in ("fashionmnist_ddp", "cifar10_ddp"):
                 pairs = [group.run(time_input, case, 0, 0)[0][0] for _ in range(rounds)]
-                bars.append((f"{case.script}: input path alone / tutorial's, one core", [theirs / ours for ours, theirs in pairs], 20, False))
+                ratios = [theirs / ours for ours, theirs in pairs]
+                bars.append((f"{case.script}: input path alone / tutorial's, one core", ratios, 20, False))
         show(rows)
         if args.accuracy:
             bars.append(learn(group, data_dir, args.seeds, args.epochs))
