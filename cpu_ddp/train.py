@@ -10,6 +10,12 @@ tutorials of AWS's awsome-distributed-training (HyperPod Slurm and HyperPod EKS)
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 python train.py
 
+Elastic, on one or two machines as they come and go, with the same global batch (the variable lets an agent join
+a run under way, on torch 2.15):
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:2 --nproc-per-node=4 --max-restarts=100 \
+        --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py --checkpoint /shared/FILE
+
 With --checkpoint FILE the run may be killed at any moment and started again, and ends with the same
 bits. FILE.previous is the snapshot before; FILE.status says running, preempted or finished. A run
 that cannot save stops at once: better than hours of work that nothing keeps.
