@@ -36,8 +36,8 @@ def test_image_holds_the_scripts_for_a_user_that_is_not_root(image):
     assert in_container(image, "sh", "-c", "touch ~/x /workspace/x && echo $HOME && whoami").split() == ["/home/trainer", "trainer"]
     files = in_container(image, "find", ".", "-type", "f").split()
     assert sorted(files) == sorted([f"./{script}/train.py" for script in SCRIPTS] + ["./slurm/requirements.txt"])
-    helps = in_container(image, "sh", "-c", "python3 -c 'import etcd' && for file in */train.py; do python3 $file --help || exit; done")
-    assert helps.count("--checkpoint FILE") >= len(SCRIPTS)
+    imports = "import etcd, torchvision"  # what the other scripts and the etcd variant need, beyond what cpu_ddp does
+    in_container(image, "python3", "-c", imports)
 
 
 def test_image_is_a_small_addition_to_its_base(image):

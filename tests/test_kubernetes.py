@@ -228,7 +228,7 @@ def assert_trained(cluster, pods, name, steps):
 
 @pytest.mark.parametrize("template", ELASTIC)
 def test_an_elastic_job_survives_the_loss_of_each_pod(cluster, template):
-    steps_per_epoch, epochs = 32, 240
+    steps_per_epoch, epochs = 32, 200
     name = "lossy"
     if "etcd" in template:
         cluster.apply(lab.parse((FOLDER / "etcd.yaml").read_text()))
@@ -237,16 +237,17 @@ def test_an_elastic_job_survives_the_loss_of_each_pod(cluster, template):
     pods = cluster.apply(rendered(template, JOB_NAME=name, EPOCHS=epochs, ARGS="--save-every=5"))
     lost_at = []
     for victim in (1, 0):  # worker-0 hosts the c10d store
-        cluster.wait(pods, 240, until=lambda: snapshot_step(cluster, name) >= sum(lost_at[-1:]) + 40 * steps_per_epoch)
+        cluster.wait(pods, 240, until=lambda: snapshot_step(cluster, name) >= sum(lost_at[-1:]) + 25 * steps_per_epoch)
         lost_at.append(snapshot_step(cluster, name))
+        if victim == 0:
+            assert [pod.starts for pod in pods] == [1, 2], "worker-0's torchrun takes worker-1 back without starting again"
         pods[victim].lose()
     cluster.wait(pods, 240)
-    assert all(pod.starts >= 2 for pod in pods)
     assert_trained(cluster, pods, name, steps_per_epoch * epochs)
     hosts, steps = zip(*sorted(run_headers(pods), key=lambda header: header[1]))
-    assert hosts[0] == {pod.name for pod in pods} and steps[0] == 0
-    assert [step for step in steps if step >= lost_at[0]] and max(steps) >= lost_at[1] > lost_at[0]
-    assert steps.count(0) == 1, "training began anew"
+    assert hosts[0] == {pod.name for pod in pods}
+    assert steps[0] == 0 < lost_at[0] <= steps[1], "training began anew"
+    assert lost_at[0] < lost_at[1] <= steps[-1]
 
     if "etcd" in template:  # the same etcd serves the next job
         pods = cluster.apply(rendered(template, JOB_NAME="next", EPOCHS=20))
