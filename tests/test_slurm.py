@@ -281,7 +281,7 @@ PATH={sys.prefix}/bin:$PATH exec {real} "${{rest[@]}}"
 def fails(lab, project, here, name, *args, **how):
     """Submit, wait for the failure, and return the one line that the job printed."""
     job = submit(lab, project, here, name, *args, **how)
-    lab.wait(job, "FAILED", timeout=30)
+    lab.wait(job, "FAILED", timeout=60)
     assert restarts(lab, job) == 0
     line = re.fullmatch(r"error: ([^\n]+)\n", output(lab, job))
     assert line, output(lab, job)
@@ -340,7 +340,7 @@ def test_wrong_flag_of_the_script(lab, project, here):
 # --- coming back ---
 
 def preempt_again_and_again(lab, project):
-    here = lab.folder / "again and again"
+    here = lab.folder / "again-and-again"
     here.mkdir()
     flags = ["--epochs", 200, "--samples", 256, "--save-every", 1000]
     job = submit(lab, project, here, "cpu", *flags, options=["--nodelist=c3"], SCRIPT=slow(project, "cpu_ddp", 0.05))
@@ -415,7 +415,7 @@ def test_scancel_ends_a_job(lab, project, here):
         wait_for_epoch(lab, job)
     lab.sh(f"scancel {jobs[0]} {jobs[1]}")
     for job in jobs:
-        lab.wait(job, "CANCELLED", timeout=30)
+        lab.wait(job, "CANCELLED", timeout=60)
     time.sleep(2)
     for job in jobs:
         assert lab.state(job) == "CANCELLED" and restarts(lab, job) == 0
@@ -426,7 +426,7 @@ def test_crash_is_final(lab, project, here):
     bug = changed(project, "cpu_ddp", "            step += 1\n", "            step += 1\n            assert step < 9, 'a bug'\n")
     jobs = [submit(lab, project, here, name, *LINEAR, options=["--exclude=c3", "--nodes=2"], SCRIPT=bug) for name in ("cpu", "cifar10-srun")]
     for job in jobs:
-        lab.wait(job, "FAILED", timeout=90)
+        lab.wait(job, "FAILED", timeout=180)
         assert restarts(lab, job) == 0
         text = output(lab, job)
         assert "AssertionError: a bug" in text and text.endswith("training failed with status 1 (above); not started again\n"), text
@@ -434,8 +434,7 @@ def test_crash_is_final(lab, project, here):
 
 def test_finished_is_finished(lab, project, here, outside):
     """The signal comes between the last step and the end: there is nothing left to do, nor to undo."""
-    late = changed(project, "cpu_ddp", "            set_status(checkpoint, \"finished\")\n        loss",
-                   "            set_status(checkpoint, \"finished\")\n            time.sleep(8)\n        loss")
+    late = changed(project, "cpu_ddp", "    error = torch.cat(", "    time.sleep(8)\n    error = torch.cat(")
     preempted, requeued = jobs = [
         submit(lab, project, here, "cpu", *LINEAR, options=[f"--nodelist={node}"], SCRIPT=late) for node in ("c1", "c2")]
     for job in jobs:
@@ -493,8 +492,8 @@ def test_two_terminals(lab, project, here, outside):
     while not (line := re.search(r"^    (cd .*ddp-worker-node.sh.*)$", log.read_text() if log.exists() else "", re.MULTILINE)):
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
-    lab.sh(f"srun --nodelist=c2 bash -c {shlex.quote(line[1])}", cwd=here, timeout=90)
-    deadline = time.monotonic() + 20
+    lab.sh(f"srun --nodelist=c2 bash -c {shlex.quote(line[1])}", cwd=here, timeout=180)
+    deadline = time.monotonic() + 60
     while "learned weights" not in log.read_text() or (here / "two.pt.status").read_text() != "finished\n":
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
@@ -522,7 +521,7 @@ def test_hyperpod_resumes_by_itself(lab, project, here):
             if hyperpod:        # seen by this node alone, laid over its /opt
                 lab.node("c1").exec(f"mount -t overlay -o lowerdir={here}/opt:/opt overlay /opt")
             job = submit(lab, project, here, "cpu", *LINEAR, options=["--nodelist=c1"], PATH=f"{tools}:{os.environ['PATH']}")
-            lab.wait(job, "COMPLETED", timeout=30)
+            lab.wait(job, "COMPLETED", timeout=60)
     finally:
         lab.node("c1").exec("umount /opt", check=False)
     without, with_hyperpod = (here / "arguments").read_text().splitlines()
@@ -550,7 +549,7 @@ def test_three_nodes(lab, all_nodes, project, here, outside):
 @pytest.mark.parametrize("accident, node", [("poweroff", "c1"), ("cut", "c2")])
 def test_node_lost(lab, all_nodes, project, here, outside, accident, node):
     """The node of the job's batch shell, and another one: the job runs on other nodes by itself."""
-    flags = ["--epochs", 40, "--samples", 256]
+    flags = ["--epochs", 24, "--samples", 256]
     job = submit(lab, project, here, "cpu", *flags, options=["--nodes=2"], SCRIPT=slow(project, "cpu_ddp", 0.1))
     wait_for_epoch(lab, job)
     getattr(lab.node(node), accident)()
