@@ -1,0 +1,135 @@
+"""Signals and lost workers: everybody leaves, soon, with one line, and the status file tells what happened."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from helpers import load_snapshot, start
+from test_chaos import workers_of
+
+TORCHRUN_2 = {"launcher": "torchrun", "workers": 2}
+SRUN_2 = {"launcher": "srun", "workers": 2}
+SPAWN_2 = ("--nproc", 2, "--fake-data", 640, "--batch-size", 16)
+# Newer than torch 2.6: torchrun can be told which signals to pass on, and how long to wait for its workers.
+TORCHRUN_HAS_SIGNALS = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 9)
+USR1_2 = {**TORCHRUN_2, "options": ("--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",) if TORCHRUN_HAS_SIGNALS else ()}
+
+
+def to_launcher(job):
+    return [job.processes[0].pid]
+
+
+def to_one_worker(job):
+    return [max(workers_of(job))]
+
+
+def to_all(job):
+    """What Ctrl-C does: workers get it from the terminal, and again from their launcher."""
+    return job.pids()
+
+
+# The script, how it is started, the signal, who gets it, and the launcher's exit status: torchrun's is always 1.
+CASES = {
+    "python, TERM": ("cpu_ddp", (), {}, signal.SIGTERM, to_launcher, 75),
+    "python, INT": ("synthetic_ddp", (), {}, signal.SIGINT, to_launcher, 75),
+    "python, USR1": ("mnist_dp", ("--fake-data", 640), {}, signal.SIGUSR1, to_launcher, 75),
+    "mp.spawn, TERM": ("fashionmnist_ddp", SPAWN_2, {}, signal.SIGTERM, to_launcher, 75),
+    "mp.spawn, INT": ("fashionmnist_ddp", SPAWN_2, {}, signal.SIGINT, to_all, 75),
+    "mp.spawn, USR1": ("fashionmnist_ddp", SPAWN_2, {}, signal.SIGUSR1, to_launcher, 75),
+    "mp.spawn's parent killed": ("fashionmnist_ddp", SPAWN_2, {}, signal.SIGKILL, to_launcher, 137),
+    "torchrun, TERM": ("cpu_ddp", (), TORCHRUN_2, signal.SIGTERM, to_launcher, 1),
+    "torchrun, INT": ("synthetic_ddp", (), TORCHRUN_2, signal.SIGINT, to_all, 1),
+    "torchrun, USR1": ("cpu_ddp", (), USR1_2, signal.SIGUSR1, to_launcher if TORCHRUN_HAS_SIGNALS else to_one_worker, 1),
+    "torchrun killed": ("cpu_ddp", (), TORCHRUN_2, signal.SIGKILL, to_launcher, 137),
+    "torchrun's worker, TERM": ("synthetic_ddp", (), TORCHRUN_2, signal.SIGTERM, to_one_worker, 1),
+    "srun, USR1": ("cpu_ddp", (), SRUN_2, signal.SIGUSR1, to_all, 75),
+    "srun, TERM to one": ("synthetic_ddp", (), SRUN_2, signal.SIGTERM, to_one_worker, 75),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_save_and_leave(name, tmp_path):
+    script, flags, how, signum, to_whom, exit_status = CASES[name]
+    last = tmp_path / "last"
+    flags = (*flags, "--epochs", 5000, "--save-every", 5000, "--log-every", 1, "--checkpoint", last)
+    with start(script, *flags, **how) as job:
+        job.wait_for("\nstep 7/")
+        assert (tmp_path / "last.status").read_text() == "running\n"
+        begin = time.monotonic()
+        for pid in to_whom(job):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        result = job.finish(30)
+        while job.pids() and time.monotonic() < begin + 30:
+            time.sleep(0.1)
+        seconds = time.monotonic() - begin
+        assert not job.pids(), "orphans"
+        assert seconds < 10, f"{seconds:.1f} s: {job.describe()}"
+        stdout, stderr = job.output()
+    assert result.status == exit_status, result
+    assert (tmp_path / "last.status").read_text() == "preempted\n"
+    told = re.findall(r"^stopped by a signal after step (\d+): .*", stdout, re.MULTILINE)
+    assert len(told) == 1 and str(last) in stdout
+    state = load_snapshot(last)
+    assert state["step"] == int(told[0]) >= 7
+    assert "Traceback" not in stderr, stderr
+
+
+def test_second_signal_ends_at_once_but_not_its_repeats(tmp_path):
+    """Worker 1 stands still, so worker 0 cannot agree with it on a step, and only a second signal can end it."""
+    with start("cpu_ddp", "--epochs", 100000, "--log-every", 1, "--checkpoint", tmp_path / "last", **SRUN_2) as job:
+        job.wait_for("\nstep 7/")
+        job.send(signal.SIGSTOP, 1)
+        time.sleep(0.5)
+        for _ in range(3):
+            job.send(signal.SIGTERM)
+            time.sleep(0.4)
+        time.sleep(1.5)
+        assert job.processes[0].poll() is None, "repeats within 2 seconds are one signal"
+        job.send(signal.SIGTERM)
+        assert job.processes[0].wait(timeout=5) == 128 + signal.SIGTERM
+    assert (tmp_path / "last.status").read_text() == "running\n"
+
+
+@pytest.mark.parametrize("script, flags, how, statuses", [
+    ("mnist_dp", ("--batch-size", 500), {}, (0,)),
+    ("fashionmnist_ddp", ("--batch-size", 250), TORCHRUN_2, (0, 1)),  # torchrun: 1, if it was still there
+])
+def test_signal_just_after_the_last_step(script, flags, how, statuses, tmp_path):
+    """While it evaluates: the run is finished, not preempted, whatever its launcher says."""
+    flags = (*flags, "--fake-data", 2000, "--epochs", 1, "--log-every", 1, "--checkpoint", tmp_path / "last")
+    with start(script, *flags, **how) as job:
+        job.wait_for("step 4/4")
+        job.send(signal.SIGTERM)
+        result = job.finish(30)
+    assert result.status in statuses and not result.errors, result
+    assert (tmp_path / "last.status").read_text() == "finished\n"
+    assert load_snapshot(tmp_path / "last")["step"] == 4
+    assert "preempted" not in result.stdout and "stopped" not in result.stdout
+
+
+@pytest.mark.parametrize("launcher, stopped", [("srun", 0), ("srun", 1), ("torchrun", None)])
+def test_worker_that_stands_still(launcher, stopped, tmp_path):
+    """SIGSTOP: the others give up after --timeout, with one line; torchrun takes its time to end the stopped one."""
+    timeout, patience = 5, 30 if launcher == "torchrun" else 0
+    how = {"launcher": launcher, "workers": 2}
+    with start("cpu_ddp", "--epochs", 100000, "--log-every", 1, "--timeout", timeout, "--checkpoint", tmp_path / "last", **how) as job:
+        job.wait_for("\nstep 7/")
+        begin = time.monotonic()
+        os.kill(max(workers_of(job)) if stopped is None else job.processes[stopped].pid, signal.SIGSTOP)
+        if launcher == "torchrun":
+            assert job.finish(timeout + patience + 20).status == 1
+        else:
+            assert job.processes[1 - stopped].wait(timeout + 20) == 1
+        seconds = time.monotonic() - begin
+        errors = [line for line in job.output()[1].splitlines() if line]
+        assert len(errors) == 1 and errors[0].startswith("error: ") and "lost the other workers" in errors[0], errors
+        assert timeout - 1 < seconds < timeout + patience + 8, seconds
+        if launcher == "torchrun":
+            assert not job.pids(), "orphans"
+    assert (tmp_path / "last.status").read_text() == "running\n"
+    assert load_snapshot(tmp_path / "last")["step"] >= 0
