@@ -203,6 +203,17 @@ def run(script, *flags, timeout=120, **how):
         return job.finish(timeout)
 
 
+PEAK = [sys.executable, "-c", """import resource, subprocess, sys
+status = subprocess.call(sys.argv[1:])
+print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // (1024 if sys.platform == "darwin" else 1), "KiB")
+sys.exit(status)"""]  # a prefix for start(), under "python" and "srun": prints a worker's peak memory
+
+
+def peak_gigabytes(result):
+    """The largest peak of all workers, in 10 ** 9 bytes."""
+    return max(int(peak) for peak in re.findall(r"^peak (\d+) KiB$", result.stdout, re.MULTILINE)) * 1024 / 1e9
+
+
 def load_script(script):
     """A script as a module, to call one of its functions."""
     spec = importlib.util.spec_from_file_location(script, script_path(script))

@@ -2,11 +2,10 @@
 
 import gzip
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import cifar_files, run, script_path, start, write_files
+from helpers import PEAK, cifar_files, peak_gigabytes, run, script_path, start, write_files
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
@@ -31,11 +30,12 @@ def scores(result):
 
 def test_real_fashion_mnist(archives):
     """One epoch on two workers, from the archives, which the script unpacks; no network is needed."""
-    result = run("fashionmnist_ddp", "--data-dir", archives, "--epochs", "1", launcher="torchrun", workers=2, timeout=900)
+    result = run("fashionmnist_ddp", "--data-dir", archives, "--epochs", "1", launcher="srun", workers=2, prefix=PEAK, timeout=900)
     assert result.status == 0 and not result.errors, result
     (hits, tested), = scores(result)
     assert tested == 10_000
-    assert hits / tested > 0.84
+    assert hits / tested > 0.84  # 0.857 when this was written
+    assert 0.3 < peak_gigabytes(result) < 1.2
 
 
 def test_two_runs_at_once_on_the_archives(archives):
@@ -78,13 +78,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_cifar_archive(tmp_path):
     """Five training batches and a test batch in CIFAR-10's own format are read and learned."""
-    write_files(tmp_path / "data/cifar-10-batches-py", cifar_files(per_batch=30))
+    write_files(tmp_path / "data/cifar-10-batches-py", cifar_files(per_batch=32))
     (tmp_path / "program.py").write_text(OTHER_MD5S)
-    result = run(tmp_path / "program.py", script_path("cifar10_ddp"), tmp_path / "data", "--epochs", "1", "--batch-size", "5", "--lr", "0.3",
-                 timeout=400)
-    assert result.status == 0 and "150 images, 30 to test" in result.stdout, result
+    flags = ["--epochs", "1", "--batch-size", "8", "--lr", "0.3"]
+    result = run(tmp_path / "program.py", script_path("cifar10_ddp"), tmp_path / "data", *flags, timeout=400)
+    assert result.status == 0 and "160 images, 32 to test" in result.stdout, result
     (hits, tested), = scores(result)
-    assert tested == 30 and hits / tested > 0.2
+    assert tested == 32 and hits / tested > 0.2
 
 
 def test_cifar_with_another_md5_is_refused(tmp_path):
