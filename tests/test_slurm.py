@@ -18,7 +18,7 @@ from conftest import ROOT
 from helpers import SCRIPTS, differences, load_snapshot, run
 
 SBATCH = {path.stem: path for path in sorted((ROOT / "slurm").glob("*.sbatch"))}
-THREADS = 2         # of each worker, in Slurm and outside
+THREADS = 1         # of each worker, in Slurm and outside
 PREEMPTIONS = 10
 
 
@@ -198,10 +198,11 @@ def test_cpu_on_two_nodes(lab, project, here, outside):
 def test_cifar10_copied_to_an_empty_folder_on_two_nodes(lab, project, here, outside):
     shutil.copy(project / "slurm/cifar10.sbatch", here)
     shutil.copy(project / "cifar10_ddp/train.py", here)
-    job = submit(lab, project, here, here / "cifar10.sbatch", *IMAGES, options=["--exclude=c3", "--nodes=2"], VENV=sys.prefix)
+    job = submit(lab, project, here, here / "cifar10.sbatch", *IMAGES,
+                 options=["--exclude=c3", "--nodes=2", "--cpus-per-task=2"], VENV=sys.prefix)
     snapshot = completed(lab, here, job)
-    assert hosts(lab, job) == [(2, ["c1", "c2"])]
-    assert_same(lab, job, snapshot, outside("cifar10_ddp", *IMAGES, workers=2))
+    assert hosts(lab, job) == [(4, ["c1", "c2"])]
+    assert_same(lab, job, snapshot, outside("cifar10_ddp", *IMAGES, workers=4))
 
 
 def test_cifar10_srun_starts_a_worker_per_gpu(lab, project, here, outside):
@@ -377,8 +378,8 @@ def test_preempted_jobs_come_back(lab, project, here, outside):
 def test_other_ways_to_be_stopped(lab, project, here, outside):
     """By an administrator, a minute before the time limit, at the time limit, and while the workers still start."""
     flags = ["--epochs", 40, "--samples", 256]
-    jobs = [submit(lab, project, here, "cpu", *flags, "--seed", seed, options=[f"--nodelist={node}"], SCRIPT=slow(project, "cpu_ddp", 0.06))
-            for seed, node in enumerate(["c1", "c1", "c2", "c2"])]
+    jobs = [submit(lab, project, here, "cpu", *flags, "--seed", seed, options=[f"--nodelist={node}"], SCRIPT=slow(project, "cpu_ddp", pace))
+            for seed, (node, pace) in enumerate([("c1", 0.06), ("c1", 0.06), ("c2", 0.12), ("c2", 0.06)])]
     requeued, noticed, timed_out, starting = jobs
     wait_for(lab, starting, lambda: "JobState=RUNNING" in lab.sh(f"scontrol show job {starting}"))
     lab.sh(f"scontrol requeue {starting}")
