@@ -237,7 +237,8 @@ def find_worker():
         rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
         local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
         if not (0 <= local_rank <= rank < world_size and 0 < local_world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
-            raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
+            shown = [f"{name}={env[name]}" for name in (*names, "LOCAL_WORLD_SIZE") if name in env]
+            raise ValueError(f"{' '.join(shown)} do not fit together")
         return Worker(rank, local_rank, world_size, local_world_size, cpus)
     except KeyError as error:
         problem = f"{error.args[0]} is missing from the environment"
