@@ -11,15 +11,19 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 
 import pytest
 from conftest import ROOT
 from helpers import SCRIPTS, differences, load_snapshot, run
+from slurm_lab import Lab, running
 
 SBATCH = {path.stem: path for path in sorted((ROOT / "slurm").glob("*.sbatch"))}
 THREADS = 1         # of each worker, in Slurm and outside
 PREEMPTIONS = 10
+STARTING = Lock()   # one cluster after the other: a new one removes the remains of others
 
 
 # --- the files ---
@@ -74,19 +78,25 @@ def project(slurm_lab):
 
 
 @pytest.fixture(scope="module")
-def lab(slurm_lab, project, request):
-    """The cluster. The longest story, test_ten_preemptions, runs on c3 while other tests use c1 and c2."""
-    with ThreadPoolExecutor(1) as pool:
-        if any(item.name == "test_ten_preemptions" for item in request.session.items):
-            slurm_lab.story = pool.submit(preempt_again_and_again, slurm_lab, project)
-        yield slurm_lab
+def stories(project, request):
+    """What takes long runs beside the other tests, each story in a cluster of its own."""
+    wanted = [name for name in STORIES if any(name in item.name for item in request.session.items)]
+    with ThreadPoolExecutor(len(STORIES)) as pool:
+        yield {name: pool.submit(tell, name, project) for name in wanted}
 
 
-@pytest.fixture
-def all_nodes(lab):
-    """For tests that need c3 too."""
-    if hasattr(lab, "story"):
-        lab.story.exception(timeout=300)
+def tell(name, project):
+    here = project.parent / name
+    here.mkdir()
+    with ExitStack() as stack:
+        with STARTING:
+            lab = stack.enter_context(running(Lab))
+        return STORIES[name](lab, project, here)
+
+
+@pytest.fixture(scope="module")
+def lab(slurm_lab, stories):
+    return slurm_lab
 
 
 @pytest.fixture
@@ -111,7 +121,7 @@ def slow(project, script, seconds):
     return changed(project, script, "            step += 1\n", f"            step += 1\n            time.sleep({seconds})\n")
 
 
-def submit(lab, project, here, name, *args, options=("--exclude=c3",), **env):
+def submit(lab, project, here, name, *args, options=(), **env):
     """sbatch OPTIONS slurm/NAME.sbatch ARGS. The nodes have GPUs, so CPU=1 is said, unless env says CPU=None."""
     env = {"CPU": 1, "OMP_NUM_THREADS": THREADS, **env}
     path = Path(name) if "/" in str(name) else project / f"slurm/{name}.sbatch"
@@ -171,9 +181,9 @@ def outside(tmp_path_factory):
     return train
 
 
-def assert_same(lab, job, path, other):
+def assert_same(text, path, other):
     different = differences(load_snapshot(path), load_snapshot(other))
-    assert not different, f"{path} differs from {other} in {different}\n{output(lab, job)}"
+    assert not different, f"{path} differs from {other} in {different}\n{text}"
 
 
 def completed(lab, here, job, timeout=240):
@@ -189,28 +199,28 @@ IMAGES = ["--epochs", 1, "--fake-data", 64, "--batch-size", 16]
 
 
 def test_cpu_on_two_nodes(lab, project, here, outside):
-    job = submit(lab, project, here, "cpu", *LINEAR, options=["--exclude=c3", "--nodes=2"])
+    job = submit(lab, project, here, "cpu", *LINEAR, options=["--nodes=2"])
     snapshot = completed(lab, here, job)
     assert hosts(lab, job) == [(2, ["c1", "c2"])]
-    assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR, workers=2))
+    assert_same(output(lab, job), snapshot, outside("cpu_ddp", *LINEAR, workers=2))
 
 
 def test_cifar10_copied_to_an_empty_folder_on_two_nodes(lab, project, here, outside):
     shutil.copy(project / "slurm/cifar10.sbatch", here)
     shutil.copy(project / "cifar10_ddp/train.py", here)
     job = submit(lab, project, here, here / "cifar10.sbatch", *IMAGES,
-                 options=["--exclude=c3", "--nodes=2", "--cpus-per-task=2"], VENV=sys.prefix)
+                 options=["--nodes=2", "--cpus-per-task=2"], VENV=sys.prefix)
     snapshot = completed(lab, here, job)
     assert hosts(lab, job) == [(4, ["c1", "c2"])]
-    assert_same(lab, job, snapshot, outside("cifar10_ddp", *IMAGES, workers=4))
+    assert_same(output(lab, job), snapshot, outside("cifar10_ddp", *IMAGES, workers=4))
 
 
 def test_cifar10_srun_starts_a_worker_per_gpu(lab, project, here, outside):
     """The GPUs are granted by Slurm but are no GPUs: what is shown is only how many workers start."""
-    job = submit(lab, project, here, "cifar10-srun", *IMAGES, options=["--exclude=c3", "--gpus-per-node=2"], CPU=None)
+    job = submit(lab, project, here, "cifar10-srun", *IMAGES, options=["--gpus-per-node=2"], CPU=None)
     snapshot = completed(lab, here, job)
     assert [workers for workers, _ in hosts(lab, job)] == [2]
-    assert_same(lab, job, snapshot, outside("cifar10_ddp", *IMAGES, workers=2))
+    assert_same(output(lab, job), snapshot, outside("cifar10_ddp", *IMAGES, workers=2))
 
 
 def test_fashionmnist_and_its_log_of_gpus(lab, project, here, outside):
@@ -219,11 +229,11 @@ def test_fashionmnist_and_its_log_of_gpus(lab, project, here, outside):
     tools.mkdir()
     (tools / "nvidia-smi").write_text("#!/bin/sh\necho \"$*\"; [ \"$*\" != 'dmon -s pucm -d 5' ] || exec sleep 1000\n")
     (tools / "nvidia-smi").chmod(0o755)
-    job = submit(lab, project, here, "fashionmnist", *IMAGES, options=["--exclude=c3", "--cpus-per-task=2"],
+    job = submit(lab, project, here, "fashionmnist", *IMAGES, options=["--cpus-per-task=2"],
                  PATH=f"{tools}:{os.environ['PATH']}")
     snapshot = completed(lab, here, job)
     assert [workers for workers, _ in hosts(lab, job)] == [2]
-    assert_same(lab, job, snapshot, outside("fashionmnist_ddp", *IMAGES, workers=2))
+    assert_same(output(lab, job), snapshot, outside("fashionmnist_ddp", *IMAGES, workers=2))
     assert (here / f"fashionmnist-{job}-gpu.log").read_text() == "dmon -s pucm -d 5\n"
 
 
@@ -237,14 +247,14 @@ def test_mnist_named_environment(lab, project, here, outside):
                  **{"BASH_FUNC_module%%": '() { echo "module: $*"; }'})
     snapshot = completed(lab, here, job)
     assert "module: load cuda/12 python\n" in output(lab, job)
-    assert_same(lab, job, snapshot, outside("mnist_dp", *IMAGES))
+    assert_same(output(lab, job), snapshot, outside("mnist_dp", *IMAGES))
 
 
 def test_synthetic_with_a_checkpoint_of_its_own(lab, project, here, outside):
-    job = submit(lab, project, here, "synthetic", *LINEAR, "--checkpoint", here / "mine.pt", options=["--exclude=c3", "--cpus-per-task=2"])
+    job = submit(lab, project, here, "synthetic", *LINEAR, "--checkpoint", here / "mine.pt", options=["--cpus-per-task=2"])
     completed(lab, here, job)
     assert [workers for workers, _ in hosts(lab, job)] == [2]
-    assert_same(lab, job, here / "mine.pt", outside("synthetic_ddp", *LINEAR, workers=2))
+    assert_same(output(lab, job), here / "mine.pt", outside("synthetic_ddp", *LINEAR, workers=2))
     assert not list(here.glob("synthetic-*.pt"))
 
 
@@ -267,14 +277,14 @@ PATH={sys.prefix}/bin:$PATH exec {real} "${{rest[@]}}"
 """)
     (tools / "srun").chmod(0o755)
     (here / "pytorch.sqsh").touch()
-    job = submit(lab, project, here, "cpu-container", *LINEAR, options=["--exclude=c3", "--nodes=2"],
+    job = submit(lab, project, here, "cpu-container", *LINEAR, options=["--nodes=2"],
                  PATH=f"{tools}:{os.environ['PATH']}")
     snapshot = completed(lab, here, job)
     assert (here / "options").read_text().splitlines() == [
         f"--container-image={here}/pytorch.sqsh",
         f"--container-mounts={project}/cpu_ddp:{project}/cpu_ddp,{here}:{here}",
         f"--container-workdir={here}"]
-    assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR, workers=2))
+    assert_same(output(lab, job), snapshot, outside("cpu_ddp", *LINEAR, workers=2))
 
 
 # --- mistakes: one line, and an end ---
@@ -311,18 +321,18 @@ def test_gpus_forgotten(lab, project, here):
 
 
 def test_more_workers_than_gpus(lab, project, here):
-    line = fails(lab, project, here, "cifar10", options=["--exclude=c3", "--gpus-per-node=1"], CPU=None, WORKERS_PER_NODE=2)
+    line = fails(lab, project, here, "cifar10", options=["--gpus-per-node=1"], CPU=None, WORKERS_PER_NODE=2)
     assert "WORKERS_PER_NODE=2" in line and "--gpus-per-node=2" in line
 
 
 def test_unequal_shares(lab, project, here):
-    line = fails(lab, project, here, "cifar10", options=["--exclude=c3", "--nodes=2", "--gpus=3"], CPU=None)
+    line = fails(lab, project, here, "cifar10", options=["--nodes=2", "--gpus=3"], CPU=None)
     assert "unequal" in line and "--gpus-per-node" in line
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashionmnist"])
 def test_one_node_only(lab, project, here, name):
-    assert "cifar10.sbatch" in fails(lab, project, here, name, options=["--exclude=c3", "--nodes=2"])
+    assert "cifar10.sbatch" in fails(lab, project, here, name, options=["--nodes=2"])
 
 
 def test_container_without_image_or_pyxis(lab, project, here):
@@ -339,17 +349,6 @@ def test_wrong_flag_of_the_script(lab, project, here):
 
 
 # --- coming back ---
-
-def preempt_again_and_again(lab, project):
-    here = lab.folder / "again-and-again"
-    here.mkdir()
-    flags = ["--epochs", 200, "--samples", 256, "--save-every", 1000]
-    job = submit(lab, project, here, "cpu", *flags, options=["--nodelist=c3"], SCRIPT=slow(project, "cpu_ddp", 0.05))
-    for life in range(1, PREEMPTIONS + 1):
-        wait_for_epoch(lab, job, life)
-        preempt(lab, "c3", job)
-    return job, completed(lab, here, job), flags
-
 
 def test_preempted_jobs_come_back(lab, project, here, outside):
     """Four at once, one for each way to start workers; two of them on the same two nodes, where ports could clash."""
@@ -372,7 +371,7 @@ def test_preempted_jobs_come_back(lab, project, here, outside):
         snapshot = completed(lab, here, job)
         assert restarts(lab, job) == 1 and len(hosts(lab, job)) == 2
         assert "preempted: requeued" in output(lab, job) and "\nerror" not in output(lab, job)
-        assert_same(lab, job, snapshot, outside(script, *flags, workers=1 if script == "mnist_dp" else 2))
+        assert_same(output(lab, job), snapshot, outside(script, *flags, workers=1 if script == "mnist_dp" else 2))
 
 
 def test_other_ways_to_be_stopped(lab, project, here, outside):
@@ -392,7 +391,7 @@ def test_other_ways_to_be_stopped(lab, project, here, outside):
     for seed, job in enumerate(jobs):
         snapshot = completed(lab, here, job)
         assert restarts(lab, job) == 1 or job == timed_out      # a slow machine needs another minute, and so on
-        assert_same(lab, job, snapshot, outside("cpu_ddp", *flags, "--seed", seed))
+        assert_same(output(lab, job), snapshot, outside("cpu_ddp", *flags, "--seed", seed))
     assert "preempted: requeued" in output(lab, noticed) and "time limit: requeued" in output(lab, timed_out)
     assert not any("\nerror" in output(lab, job) for job in jobs)
 
@@ -406,7 +405,7 @@ def test_preempted_while_the_workers_start(lab, project, here, outside):
     preempt(lab, "c1", job)
     snapshot = completed(lab, here, job)
     assert len(hosts(lab, job)) == 1 and "preempted: requeued" in output(lab, job)
-    assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR))
+    assert_same(output(lab, job), snapshot, outside("cpu_ddp", *LINEAR))
 
 
 def test_scancel_ends_a_job(lab, project, here):
@@ -425,7 +424,7 @@ def test_scancel_ends_a_job(lab, project, here):
 
 def test_crash_is_final(lab, project, here):
     bug = changed(project, "cpu_ddp", "            step += 1\n", "            step += 1\n            assert step < 9, 'a bug'\n")
-    jobs = [submit(lab, project, here, name, *LINEAR, options=["--exclude=c3", "--nodes=2"], SCRIPT=bug) for name in ("cpu", "cifar10-srun")]
+    jobs = [submit(lab, project, here, name, *LINEAR, options=["--nodes=2"], SCRIPT=bug) for name in ("cpu", "cifar10-srun")]
     for job in jobs:
         lab.wait(job, "FAILED", timeout=180)
         assert restarts(lab, job) == 0
@@ -444,7 +443,7 @@ def test_finished_is_finished(lab, project, here, outside):
     lab.sbatch("--partition=high", "--nodelist=c1", "--exclusive", "--output=/dev/null", "--wrap=true")
     lab.sh(f"scontrol requeue {requeued}")
     for job in jobs:
-        assert_same(lab, job, completed(lab, here, job), outside("cpu_ddp", *LINEAR))
+        assert_same(output(lab, job), completed(lab, here, job), outside("cpu_ddp", *LINEAR))
         assert len(hosts(lab, job)) == 1
     assert restarts(lab, preempted) == 0
     assert restarts(lab, requeued) == 1 and "already finished" in output(lab, requeued)
@@ -466,19 +465,19 @@ def test_hostname_means_loopback(lab, project, here, outside):
     lab.loopback_hostnames(True)
     try:
         assert "127.0.1.1" in lab.node("c1").exec("getent ahosts c1")
-        jobs = [submit(lab, project, here, name, *LINEAR, options=["--exclude=c3", "--nodes=2"],
+        jobs = [submit(lab, project, here, name, *LINEAR, options=["--nodes=2"],
                        **({"SCRIPT": project / "cpu_ddp/train.py"} if name == "cifar10-srun" else {})) for name in ("cpu", "cifar10-srun")]
         for job in jobs:
             snapshot = completed(lab, here, job)
             assert hosts(lab, job) == [(2, ["c1", "c2"])]
-            assert_same(lab, job, snapshot, outside("cpu_ddp", *LINEAR, workers=2))
+            assert_same(output(lab, job), snapshot, outside("cpu_ddp", *LINEAR, workers=2))
         tools = here / "bin"                     # everything but ip, which finds the interface
         tools.mkdir()
         for folder in ("/usr/bin", "/bin"):
             for tool in Path(folder).iterdir():
                 if tool.name != "ip" and not (tools / tool.name).is_symlink():
                     (tools / tool.name).symlink_to(tool)
-        line = fails(lab, project, here, "cpu", options=["--exclude=c3", "--nodes=2"], PATH=tools)
+        line = fails(lab, project, here, "cpu", options=["--nodes=2"], PATH=tools)
         assert "127.*" in line and "GLOO_SOCKET_IFNAME=" in line
     finally:
         lab.loopback_hostnames(False)
@@ -499,7 +498,7 @@ def test_two_terminals(lab, project, here, outside):
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
     assert "2 workers on c1, c2" in log.read_text()
-    assert_same(lab, 0, here / "two.pt", outside("cpu_ddp", *LINEAR, workers=2))
+    assert_same(log.read_text(), here / "two.pt", outside("cpu_ddp", *LINEAR, workers=2))
 
 
 def test_two_terminals_say_what_is_wrong(lab, project, here):
@@ -529,35 +528,55 @@ def test_hyperpod_resumes_by_itself(lab, project, here):
     assert "--auto-resume" not in without and " --auto-resume=1 " in with_hyperpod
 
 
-# --- all three nodes ---
-
-def test_ten_preemptions(lab, outside):
-    job, snapshot, flags = lab.story.result(timeout=400)
-    lives = re.findall(r"steps (\d+) to", output(lab, job))
-    assert restarts(lab, job) == PREEMPTIONS and len(lives) == PREEMPTIONS + 1
-    assert sorted(set(map(int, lives))) == list(map(int, lives))        # each life began where the one before had saved
-    assert_same(lab, job, snapshot, outside("cpu_ddp", *flags))
-
-
-def test_three_nodes(lab, all_nodes, project, here, outside):
+def test_three_nodes(lab, project, here, outside):
     flags = ["--epochs", 4, "--samples", 288, "--batch-size", 24]
     job = submit(lab, project, here, "cpu", *flags, options=["--nodes=3"])
     snapshot = completed(lab, here, job)
     assert hosts(lab, job) == [(3, ["c1", "c2", "c3"])]
-    assert_same(lab, job, snapshot, outside("cpu_ddp", *flags, workers=3))
+    assert_same(output(lab, job), snapshot, outside("cpu_ddp", *flags, workers=3))
 
 
-@pytest.mark.parametrize("accident, node", [("poweroff", "c1"), ("cut", "c2")])
-def test_node_lost(lab, all_nodes, project, here, outside, accident, node):
+# --- the stories that take long ---
+
+def preempt_again_and_again(lab, project, here):
+    flags = ["--epochs", 200, "--samples", 256, "--save-every", 1000]
+    job = submit(lab, project, here, "cpu", *flags, options=["--nodelist=c1"], SCRIPT=slow(project, "cpu_ddp", 0.05))
+    for life in range(1, PREEMPTIONS + 1):
+        wait_for_epoch(lab, job, life)
+        preempt(lab, "c1", job)
+    snapshot = completed(lab, here, job)
+    return output(lab, job), hosts(lab, job), restarts(lab, job), snapshot, ("cpu_ddp", *flags)
+
+
+def lose_a_node(accident, node):
+    def story(lab, project, here):
+        flags = ["--epochs", 24, "--samples", 256]
+        job = submit(lab, project, here, "cpu", *flags, options=["--nodes=2"], SCRIPT=slow(project, "cpu_ddp", 0.1))
+        wait_for_epoch(lab, job)
+        getattr(lab.node(node), accident)()
+        snapshot = completed(lab, here, job, timeout=400)
+        return output(lab, job), hosts(lab, job), restarts(lab, job), snapshot, ("cpu_ddp", *flags)
+    return story
+
+
+STORIES = {
+    "ten_preemptions": preempt_again_and_again,
+    "poweroff": lose_a_node("poweroff", "c1"),
+    "cut": lose_a_node("cut", "c2"),
+}
+
+
+@pytest.mark.parametrize("accident, remaining", [("poweroff", ["c2", "c3"]), ("cut", ["c1", "c3"])])
+def test_node_lost(lab, stories, outside, accident, remaining):
     """The node of the job's batch shell, and another one: the job runs on other nodes by itself."""
-    flags = ["--epochs", 24, "--samples", 256]
-    job = submit(lab, project, here, "cpu", *flags, options=["--nodes=2"], SCRIPT=slow(project, "cpu_ddp", 0.1))
-    wait_for_epoch(lab, job)
-    getattr(lab.node(node), accident)()
-    try:
-        snapshot = completed(lab, here, job)
-        assert hosts(lab, job) == [(2, ["c1", "c2"]), (2, sorted({"c1", "c2", "c3"} - {node}))]
-        assert_same(lab, job, snapshot, outside("cpu_ddp", *flags, workers=2))
-    finally:
-        lab.node(node).heal() if accident == "cut" else lab.node(node).boot()
-        lab.wait_for_nodes(60)
+    text, lives, again, snapshot, training = stories[accident].result(timeout=600)
+    assert again == 1 and lives == [(2, ["c1", "c2"]), (2, remaining)]
+    assert_same(text, snapshot, outside(*training, workers=2))
+
+
+def test_ten_preemptions(lab, stories, outside):
+    text, lives, again, snapshot, training = stories["ten_preemptions"].result(timeout=600)
+    assert again == PREEMPTIONS and len(lives) == PREEMPTIONS + 1
+    begins = [int(step) for step in re.findall(r"steps (\d+) to", text)]
+    assert begins == sorted(set(begins))                    # each life began where the one before had saved
+    assert_same(text, snapshot, outside(*training))
