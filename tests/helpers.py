@@ -246,10 +246,11 @@ def differences(one, other, place=""):
         same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(
             *(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
         return [] if same else [place]
-    if isinstance(one, dict) and one.keys() == other.keys():
-        return [found for key in one for found in differences(one[key], other[key], f"{place}/{key}")]
-    if isinstance(one, (list, tuple)) and len(one) == len(other):
-        return [found for index, (a, b) in enumerate(zip(one, other)) for found in differences(a, b, f"{place}/{index}")]
+    if isinstance(one, (dict, list, tuple)):
+        items = [dict(value if isinstance(value, dict) else enumerate(value)) for value in (one, other)]
+        if items[0].keys() != items[1].keys():
+            return [place]
+        return [found for key in items[0] for found in differences(items[0][key], items[1][key], f"{place}/{key}")]
     return [] if one == other else [place]
 
 
