@@ -36,6 +36,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+if __name__ in ("__main__", "__mp_main__"):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even imports and waits in C++
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -127,10 +130,10 @@ def main():
     join_group(worker, backend, args.timeout, device)
     log = print if worker.rank == 0 else lambda *_: None
     if not args.fake_data:
-        together(download if worker.rank == 0 else bool, args)
-        together(download if worker.local_rank == 0 else bool, args)  # where each node has a disk of its own
-    images, labels, test_images, test_labels = [
-        tensor.to(device) for train in (True, False) for tensor in together(load_images, args, train)]
+        together(download, args, worker.rank == 0)
+        together(download, args, worker.local_rank == 0)  # where each node has a disk of its own
+    images, labels = [tensor.to(device) for tensor in together(load_images, args, True)]
+    test_images, test_labels = [tensor.to(device) for tensor in together(load_images, args, False)]
     dataset = TensorDataset(images, labels)
     checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
     run = {"script": "cifar10_ddp", "model": args.model, "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
@@ -166,6 +169,7 @@ def main():
         batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
         progress.start_epoch(step)
         for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            x, y = x.to(device), y.to(device)  # there already, but for a data set of your own
             torch.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for crops too
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
@@ -217,19 +221,20 @@ def at_least(minimum, kind=int):
     return number
 
 
-def first_line(error):
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+def one_line(error):
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def launch(main):
     """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
     sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
     status, problem = 1, None
     try:
         status = main()
         if dist.is_initialized():
             dist.destroy_process_group()
+    except OSError as error:  # the output is a closed pipe or a full disk, for example
+        problem = str(error)
     except UserError as error:
         if not error.speaks:
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
@@ -238,7 +243,7 @@ def launch(main):
         if re.search("out of memory|can't allocate memory", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
         elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
-            problem = (f"lost the other workers ({first_line(error)}): see whether they run and reach "
+            problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
                        "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>); start again")
         else:
@@ -248,10 +253,10 @@ def launch(main):
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(signum, signal.SIG_DFL)
         time.sleep(min(0.3 * rank, 3))  # the lowest rank speaks; its launcher then ends the others
-    if problem:
-        print(f"error: {problem}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        if problem:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
     os._exit(status)  # Python's own teardown can hang in a process group whose peer is gone
 # --- end ---
 
@@ -398,12 +403,14 @@ class StopSignal:
     a pipe, since a Python handler would not run while the main thread waits in a collective.
     """
 
+    SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
     def __init__(self):
         self.signum, self.parent = 0, os.getppid()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for signum in self.SIGNALS:
             signal.signal(signum, lambda *_: None)
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
@@ -414,6 +421,8 @@ class StopSignal:
     def _watch(self, reader):
         while True:
             signum, now = os.read(reader, 1)[0], time.monotonic()
+            if signum not in self.SIGNALS:  # DataLoader's workers send SIGCHLD
+                continue
             if not self.signum:
                 self.signum, first = signum, now
             elif now - first > 2:
@@ -421,7 +430,9 @@ class StopSignal:
 
 
 def farewell(args, step):
-    kept = f"the same command goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
+    """Return what rank 0 says when a signal has stopped the run."""
+    command = "the same command without --fresh" if args.fresh else "the same command"
+    kept = f"{command} goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
     return f"stopped by a signal after step {step}: {kept}"
 # --- end ---
 
@@ -458,6 +469,8 @@ class Progress:
         mine[:2] = self.sums
         dist.all_reduce(mine)
         *sums, stopped, worker_seconds = mine.tolist()
+        if not math.isfinite(sums[0]):
+            raise UserError(f"the loss is {sums[0]} at step {step}: lower --lr, or go on from the last snapshot with less")
         self.totals = [total + new for total, new in zip(self.totals, sums)]
         steps_per_second = steps * dist.get_world_size() / worker_seconds
         self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
@@ -492,8 +505,8 @@ def write_whole(path, data, previous=None):
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(f"{path}.tmp")
-        raise UserError(f"{path} cannot be written ({error.strerror}): make room there or choose another --checkpoint "
-                        "and start again; the last good snapshot is whole") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room there, make it writable, keep other runs away, "
+                        "or choose another --checkpoint; then start again, the last good snapshot is whole") from error
 
 
 def set_status(path, word):
@@ -536,8 +549,8 @@ def find_snapshot(path, run, fresh):
     UserError if there is none whole, or if it is another run's: `run` differs in more than how the global
     batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
     """
-    if path and os.path.isdir(path):
-        raise UserError(f"--checkpoint {path} is a folder: name a file")
+    if path and os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"--checkpoint {path} is a folder or a device: name a file")
     restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT") or 0) for by in ("TORCHELASTIC", "SLURM"))
     damage = None
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
@@ -548,7 +561,7 @@ def find_snapshot(path, run, fresh):
         except (FileNotFoundError, NotADirectoryError):
             continue
         except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
-            damage = damage or f"{candidate} is damaged ({first_line(error)})"
+            damage = damage or f"{candidate} is damaged ({one_line(error)})"
             continue
         if differing and differing not in (["batch_size"], ["global_batch"]):
             raise UserError(f"{candidate} is of another run: " + ", ".join(
@@ -570,8 +583,11 @@ def restore(snapshot, parts):
         for name, part in parts.items():
             if name in snapshot:
                 part.load_state_dict(snapshot[name])
+        schedule = parts["scheduler"]  # --epochs may have changed, and with it the learning rate at this step
+        for group, lr, factor in zip(parts["optimizer"].param_groups, schedule.base_lrs, schedule.lr_lambdas):
+            group["lr"] = lr * factor(schedule.last_epoch)
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): give another --checkpoint, "
+        raise UserError(f"the snapshot does not fit this model ({one_line(error)}): give another --checkpoint, "
                         "or --fresh to start over") from error
 # --- end ---
 
@@ -616,7 +632,7 @@ def load_images(args, train):
         if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
             raise ValueError("images and labels do not fit together")
     except Exception as error:  # whatever torchvision makes of missing and damaged files
-        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({first_line(error)}): it needs {FILES} there; "
+        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({one_line(error)}): it needs {FILES} there; "
                         "--data-dir names another folder, --fake-data needs none") from error
     return images, labels
 
@@ -631,13 +647,17 @@ def fake_images(count, seed, train):
     return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
 
 
-def download(args):
-    """Fetch the data set if it is not there: into a folder of its own, then file by file into place.
+def download(args, is_my_task):
+    """Fetch the data set, if it is not there and this is the worker to do so; UserError if it cannot be had.
 
-    So two runs at once do no harm. UserError if it cannot be had.
+    It goes into a folder of its own, then file by file into place, so that two runs at once do no harm.
     """
+    if not is_my_task:
+        return
     try:
-        return load_images(args, train=True), load_images(args, train=False)
+        load_images(args, train=True)
+        load_images(args, train=False)
+        return
     except UserError as error:
         missing = error
     socket.setdefaulttimeout(30)  # a firewall that drops packets would hold this for minutes
@@ -654,7 +674,7 @@ def download(args):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, target)
     except Exception as error:  # no network, a mirror that is down, a full disk
-        raise UserError(f"{missing}; downloading failed too ({first_line(error)})") from error
+        raise UserError(f"{missing}; downloading failed too ({one_line(error)})") from error
 # --- end ---
 
 
@@ -669,7 +689,7 @@ def evaluate(model, prepare, images, labels):
         dist.broadcast(buffer, 0)
     model.eval()
     counts = torch.zeros(2, dtype=torch.int64, device=labels.device)
-    for mine in torch.arange(dist.get_rank(), len(labels), dist.get_world_size(), device=labels.device).split(500):
+    for mine in torch.arange(len(labels), device=labels.device)[dist.get_rank()::dist.get_world_size()].split(500):
         counts[0] += (model(prepare(images[mine])).argmax(1) == labels[mine]).sum()
         counts[1] += len(mine)
     model.train()

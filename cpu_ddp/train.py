@@ -36,6 +36,9 @@ import zipfile
 from datetime import timedelta
 from typing import NamedTuple
 
+if __name__ in ("__main__", "__mp_main__"):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even imports and waits in C++
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -114,6 +117,7 @@ def main():
         batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
         progress.start_epoch(step)
         for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
+            torch.default_generator.manual_seed(hash((args.seed, step, worker.rank)))  # for a model with dropout
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
                 loss = F.mse_loss(ddp_model(x), y)
@@ -165,19 +169,20 @@ def at_least(minimum, kind=int):
     return number
 
 
-def first_line(error):
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+def one_line(error):
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def launch(main):
     """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
     sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even a wait in C++
     status, problem = 1, None
     try:
         status = main()
         if dist.is_initialized():
             dist.destroy_process_group()
+    except OSError as error:  # the output is a closed pipe or a full disk, for example
+        problem = str(error)
     except UserError as error:
         if not error.speaks:
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
@@ -186,7 +191,7 @@ def launch(main):
         if re.search("out of memory|can't allocate memory", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
         elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
-            problem = (f"lost the other workers ({first_line(error)}): see whether they run and reach "
+            problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
                        "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>); start again")
         else:
@@ -196,10 +201,10 @@ def launch(main):
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(signum, signal.SIG_DFL)
         time.sleep(min(0.3 * rank, 3))  # the lowest rank speaks; its launcher then ends the others
-    if problem:
-        print(f"error: {problem}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        if problem:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
     os._exit(status)  # Python's own teardown can hang in a process group whose peer is gone
 # --- end ---
 
@@ -323,12 +328,14 @@ class StopSignal:
     a pipe, since a Python handler would not run while the main thread waits in a collective.
     """
 
+    SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
     def __init__(self):
         self.signum, self.parent = 0, os.getppid()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for signum in self.SIGNALS:
             signal.signal(signum, lambda *_: None)
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
@@ -339,6 +346,8 @@ class StopSignal:
     def _watch(self, reader):
         while True:
             signum, now = os.read(reader, 1)[0], time.monotonic()
+            if signum not in self.SIGNALS:  # DataLoader's workers send SIGCHLD
+                continue
             if not self.signum:
                 self.signum, first = signum, now
             elif now - first > 2:
@@ -346,7 +355,9 @@ class StopSignal:
 
 
 def farewell(args, step):
-    kept = f"the same command goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
+    """Return what rank 0 says when a signal has stopped the run."""
+    command = "the same command without --fresh" if args.fresh else "the same command"
+    kept = f"{command} goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
     return f"stopped by a signal after step {step}: {kept}"
 # --- end ---
 
@@ -383,6 +394,8 @@ class Progress:
         mine[:2] = self.sums
         dist.all_reduce(mine)
         *sums, stopped, worker_seconds = mine.tolist()
+        if not math.isfinite(sums[0]):
+            raise UserError(f"the loss is {sums[0]} at step {step}: lower --lr, or go on from the last snapshot with less")
         self.totals = [total + new for total, new in zip(self.totals, sums)]
         steps_per_second = steps * dist.get_world_size() / worker_seconds
         self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
@@ -417,8 +430,8 @@ def write_whole(path, data, previous=None):
     except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(f"{path}.tmp")
-        raise UserError(f"{path} cannot be written ({error.strerror}): make room there or choose another --checkpoint "
-                        "and start again; the last good snapshot is whole") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room there, make it writable, keep other runs away, "
+                        "or choose another --checkpoint; then start again, the last good snapshot is whole") from error
 
 
 def set_status(path, word):
@@ -461,8 +474,8 @@ def find_snapshot(path, run, fresh):
     UserError if there is none whole, or if it is another run's: `run` differs in more than how the global
     batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
     """
-    if path and os.path.isdir(path):
-        raise UserError(f"--checkpoint {path} is a folder: name a file")
+    if path and os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"--checkpoint {path} is a folder or a device: name a file")
     restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT") or 0) for by in ("TORCHELASTIC", "SLURM"))
     damage = None
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
@@ -473,7 +486,7 @@ def find_snapshot(path, run, fresh):
         except (FileNotFoundError, NotADirectoryError):
             continue
         except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
-            damage = damage or f"{candidate} is damaged ({first_line(error)})"
+            damage = damage or f"{candidate} is damaged ({one_line(error)})"
             continue
         if differing and differing not in (["batch_size"], ["global_batch"]):
             raise UserError(f"{candidate} is of another run: " + ", ".join(
@@ -495,8 +508,11 @@ def restore(snapshot, parts):
         for name, part in parts.items():
             if name in snapshot:
                 part.load_state_dict(snapshot[name])
+        schedule = parts["scheduler"]  # --epochs may have changed, and with it the learning rate at this step
+        for group, lr, factor in zip(parts["optimizer"].param_groups, schedule.base_lrs, schedule.lr_lambdas):
+            group["lr"] = lr * factor(schedule.last_epoch)
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"the snapshot does not fit this model ({first_line(error)}): give another --checkpoint, "
+        raise UserError(f"the snapshot does not fit this model ({one_line(error)}): give another --checkpoint, "
                         "or --fresh to start over") from error
 # --- end ---
 
