@@ -341,13 +341,39 @@ def pick_device(worker, deterministic):
 
 
 # --- shared: group ---
+def fresh_store(worker, timeout):
+    """Return a part of the workers' common store that no earlier start has used.
+
+    torchrun keeps one store through all its restarts, with the addresses of workers that have died. So rank 0 names
+    a new part to each worker that greets it, until all have confirmed; an old greeting does no harm.
+    """
+    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    token, deadline = os.urandom(8).hex(), time.monotonic() + timeout
+    if worker.rank:
+        store.set(f"hello {worker.rank}", token)
+        part = store.get(f"answer {token}").decode()  # waits for it
+        store.set(f"{part} {worker.rank}", "here")
+        return dist.PrefixStore(part, store)
+    missing = set(range(1, worker.world_size))
+    while missing:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"timed out waiting for rank {', '.join(map(str, sorted(missing)))}")
+        for rank in list(missing):
+            if store.check([f"{token} {rank}"]):
+                missing.remove(rank)
+            elif store.check([f"hello {rank}"]):
+                store.set(f"answer {store.get(f'hello {rank}').decode()}", token)
+        time.sleep(0.01)
+    return dist.PrefixStore(token, store)
+
+
 def join_group(worker, backend, timeout, device=None):
     """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
     options = {"device_id": device} if backend == "nccl" else {}
-    if worker.world_size == 1:
-        options.update(store=dist.HashStore(), rank=0, world_size=1)  # alone: needs no port
     signal.alarm(min(timeout, 10**9) + 10)  # ends a wait for a stranger on that port, who never answers
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
+    store = fresh_store(worker, timeout) if worker.world_size > 1 else dist.HashStore()  # alone: needs no port
+    dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size,
+                            timeout=timedelta(seconds=timeout), **options)
     signal.alarm(0)
 
 
