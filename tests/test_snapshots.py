@@ -315,4 +315,4 @@ def test_checkpoint_that_can_never_be_written(tmp_path):
     (tmp_path / "file").touch()
     result = run("synthetic_ddp", "--checkpoint", tmp_path / "file" / "last", launcher="torchrun", workers=2)
     assert result.status == 1
-    assert len(result.errors) == len(result.stderr.splitlines()) == 1 and "Not a directory" in result.errors[0]
+    assert len(result.errors) == len(result.stderr.splitlines()) == 1 and "cannot be written" in result.errors[0]
