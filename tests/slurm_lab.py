@@ -352,12 +352,10 @@ PREFIX = "slurm_lab."
 def running(kind, nodes=3):
     """A Lab or Network, and nothing of it afterwards."""
     for left in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        with open(left / "lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(left)        # its test run was killed, and so were its processes; files remain
-            except BlockingIOError:
-                pass                # someone else's, in use
+        # FileNotFoundError: it is just being made, or removed; BlockingIOError: it is in use
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(left / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(left)        # its test run was killed, and so were its processes; files remain
     root = Path(tempfile.mkdtemp(prefix=PREFIX))
     with open(root / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

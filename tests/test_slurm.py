@@ -116,9 +116,10 @@ def changed(project, script, old, new):
     return path
 
 
-def slow(project, script, seconds):
-    """A copy that sleeps after every step, so that there is time to disturb it."""
-    return changed(project, script, "            step += 1\n", f"            step += 1\n            time.sleep({seconds})\n")
+def slow(project, script="cpu_ddp", seconds=0.5, lives=1):
+    """A copy that sleeps after every step of its first lives, so that there is time to disturb them."""
+    nap = f"time.sleep({seconds} * (int(os.environ.get('SLURM_RESTART_COUNT') or 0) < {lives}))"
+    return changed(project, script, "            step += 1\n", f"            step += 1\n            {nap}\n")
 
 
 def submit(lab, project, here, name, *args, options=(), **env):
@@ -352,17 +353,17 @@ def test_wrong_flag_of_the_script(lab, project, here):
 
 def test_preempted_jobs_come_back(lab, project, here, outside):
     """Four at once, one for each way to start workers; two of them on the same two nodes, where ports could clash."""
-    linear, images = ["--epochs", 60, "--samples", 256], ["--epochs", 8, "--fake-data", 64, "--batch-size", 16]
+    linear, images = ["--epochs", 40, "--samples", 256], ["--epochs", 25, "--fake-data", 64, "--batch-size", 16]
     two_nodes = ["--nodelist=c1,c2", "--cpus-per-task=1"]
     jobs = {
-        ("cpu_ddp", *linear): submit(lab, project, here, "cpu", *linear, options=two_nodes, SCRIPT=slow(project, "cpu_ddp", 0.06)),
+        ("cpu_ddp", *linear): submit(lab, project, here, "cpu", *linear, options=two_nodes, SCRIPT=slow(project)),
         ("cpu_ddp", *linear, "--seed", 1): submit(
-            lab, project, here, "cifar10-srun", *linear, "--seed", 1, options=two_nodes, SCRIPT=slow(project, "cpu_ddp", 0.06)),
+            lab, project, here, "cifar10-srun", *linear, "--seed", 1, options=two_nodes, SCRIPT=slow(project)),
         ("fashionmnist_ddp", *images): submit(lab, project, here, "fashionmnist", *images,
                                               options=["--nodelist=c1", "--cpus-per-task=2"],
-                                              SCRIPT=slow(project, "fashionmnist_ddp", 0.5)),
+                                              SCRIPT=slow(project, "fashionmnist_ddp", 1)),
         ("mnist_dp", *images): submit(lab, project, here, "mnist", *images, options=["--nodelist=c2"],
-                                      SCRIPT=slow(project, "mnist_dp", 0.25)),
+                                      SCRIPT=slow(project, "mnist_dp")),
     }
     for job in jobs.values():
         wait_for_epoch(lab, job)
@@ -377,8 +378,8 @@ def test_preempted_jobs_come_back(lab, project, here, outside):
 def test_other_ways_to_be_stopped(lab, project, here, outside):
     """By an administrator, a minute before the time limit, at the time limit, and while the workers still start."""
     flags = ["--epochs", 40, "--samples", 256]
-    jobs = [submit(lab, project, here, "cpu", *flags, "--seed", seed, options=[f"--nodelist={node}"], SCRIPT=slow(project, "cpu_ddp", pace))
-            for seed, (node, pace) in enumerate([("c1", 0.06), ("c1", 0.06), ("c2", 0.12), ("c2", 0.06)])]
+    jobs = [submit(lab, project, here, "cpu", *flags, "--seed", seed, options=[f"--nodelist={node}"], SCRIPT=slow(project))
+            for seed, node in enumerate(["c1", "c1", "c2", "c2"])]
     requeued, noticed, timed_out, starting = jobs
     wait_for(lab, starting, lambda: "JobState=RUNNING" in lab.sh(f"scontrol show job {starting}"))
     lab.sh(f"scontrol requeue {starting}")
@@ -409,7 +410,7 @@ def test_preempted_while_the_workers_start(lab, project, here, outside):
 
 
 def test_scancel_ends_a_job(lab, project, here):
-    jobs = [submit(lab, project, here, name, "--epochs", 1000, "--samples", 256, SCRIPT=slow(project, "cpu_ddp", 0.06))
+    jobs = [submit(lab, project, here, name, "--epochs", 1000, "--samples", 256, SCRIPT=slow(project))
             for name in ("cpu", "cifar10-srun")]
     for job in jobs:
         wait_for_epoch(lab, job)
@@ -450,7 +451,7 @@ def test_finished_is_finished(lab, project, here, outside):
 
 
 def test_limit_of_restarts(lab, project, here):
-    job = submit(lab, project, here, "cpu", "--epochs", 1000, MAX_RESTARTS=0, SCRIPT=slow(project, "cpu_ddp", 0.06))
+    job = submit(lab, project, here, "cpu", "--epochs", 1000, MAX_RESTARTS=0, SCRIPT=slow(project))
     wait_for_epoch(lab, job)
     lab.sh(f"scontrol requeue {job}")
     wait_for(lab, job, lambda: restarts(lab, job) == 1)
@@ -539,8 +540,8 @@ def test_three_nodes(lab, project, here, outside):
 # --- the stories that take long ---
 
 def preempt_again_and_again(lab, project, here):
-    flags = ["--epochs", 200, "--samples", 256, "--save-every", 1000]
-    job = submit(lab, project, here, "cpu", *flags, options=["--nodelist=c1"], SCRIPT=slow(project, "cpu_ddp", 0.05))
+    flags = ["--epochs", 100, "--samples", 256, "--save-every", 1000]
+    job = submit(lab, project, here, "cpu", *flags, options=["--nodelist=c1"], SCRIPT=slow(project, lives=PREEMPTIONS))
     for life in range(1, PREEMPTIONS + 1):
         wait_for_epoch(lab, job, life)
         preempt(lab, "c1", job)
@@ -551,7 +552,7 @@ def preempt_again_and_again(lab, project, here):
 def lose_a_node(accident, node):
     def story(lab, project, here):
         flags = ["--epochs", 24, "--samples", 256]
-        job = submit(lab, project, here, "cpu", *flags, options=["--nodes=2"], SCRIPT=slow(project, "cpu_ddp", 0.1))
+        job = submit(lab, project, here, "cpu", *flags, options=["--nodes=2"], SCRIPT=slow(project))
         wait_for_epoch(lab, job)
         getattr(lab.node(node), accident)()
         snapshot = completed(lab, here, job, timeout=400)
