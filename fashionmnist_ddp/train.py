@@ -321,7 +321,8 @@ def find_worker():
 def set_threads(worker):
     """Give this worker its share of the cores it may run on, unless the user has set OMP_NUM_THREADS."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ):  # torchrun's 1 is nobody's choice
+    by_torchrun = chosen == "1" and worker.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    if chosen and not by_torchrun:  # which sets 1 for several workers: nobody's choice
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as limit:  # a container's
