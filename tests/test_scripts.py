@@ -67,6 +67,24 @@ def test_copied_alone(script, tmp_path):
     assert os.listdir(tmp_path) == ["mine.py"]
 
 
+def test_own_data_set(tmp_path):
+    """The README's way to a data set of one's own: a sample for an index, read by DataLoader's own processes."""
+    text = script_path("fashionmnist_ddp").read_text()
+    for line, own in (("class CNN(", "class Mine(TensorDataset):\n    def __getitem__(self, index):\n"
+                                     "        assert isinstance(index, int)\n        return super().__getitem__(index)\n\n\nclass CNN("),
+                      ("dataset = TensorDataset(images, labels)", "dataset = Mine(images, labels)"),
+                      ("DataLoader(dataset, sampler=batches, batch_size=None)",
+                       "DataLoader(dataset, batch_sampler=batches, num_workers=2)")):
+        assert text.count(line) == 1, line
+        text = text.replace(line, own)
+    (tmp_path / "mine.py").write_text(text)
+    flags = "--fake-data", 128, "--batch-size", 16, "--epochs", 2
+    for script, name in ((tmp_path / "mine.py", "own"), (script_path("fashionmnist_ddp"), "ours")):
+        result = run(script, *flags, "--checkpoint", tmp_path / name, cwd=tmp_path, timeout=200)
+        assert result.status == 0 and (tmp_path / f"{name}.status").read_text() == "finished\n", result
+    assert weights_equal(tmp_path / "own", tmp_path / "ours")
+
+
 @pytest.mark.parametrize("script, launcher", [
     *((script, launcher) for script in DDP_SCRIPTS for launcher in ("torchrun", "two agents", "srun")),
     ("fashionmnist_ddp", "mp.spawn")])
