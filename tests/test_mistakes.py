@@ -119,7 +119,10 @@ ALONE = [  # under plain python
     mistake("cpu_ddp", "--checkpoint {}/file/x.pt", "--checkpoint"),
     mistake("synthetic_ddp", "--checkpoint /proc/x.pt", "--checkpoint"),
     mistake("mnist_dp", "--fake-data --checkpoint {}/file/x.pt", "--checkpoint"),
+    mistake("cpu_ddp", "--checkpoint /dev/null", "--checkpoint"),
     mistake("cpu_ddp", "--checkpoint {}/text.pt", "--fresh"),
+    mistake("cpu_ddp", "--lr 1e9", "lower --lr"),  # the loss becomes infinite
+    mistake("mnist_dp", "--fake-data 64 --lr 1e9 --batch-size 8", "lower --lr"),
     mistake("cpu_ddp", "--checkpoint {}/damaged.pt", "--fresh"),
     mistake("cpu_ddp", "--checkpoint {}/weights.pt", "--fresh"),
     mistake("synthetic_ddp", "--checkpoint {}/batch3.pt", "--fresh"),  # another script's

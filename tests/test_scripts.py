@@ -67,6 +67,20 @@ def test_copied_alone(script, tmp_path):
     assert os.listdir(tmp_path) == ["mine.py"]
 
 
+def test_more_epochs(tmp_path):
+    """A finished run goes on with more --epochs, at the learning rate that the longer schedule has there."""
+    snapshots = []
+    for epochs in 1, 2:
+        result = run("cpu_ddp", "--epochs", epochs, "--checkpoint", tmp_path / "it", timeout=60)
+        assert result.status == 0, result
+        snapshots.append(load_snapshot(tmp_path / "it"))
+    assert "steps 64 to 128" in result.stdout
+    moved = [(one["model"]["weight"], one["step"]) for one in snapshots]
+    assert moved[1][1] == 128 and (moved[0][0] - moved[1][0]).abs().max() > 1e-3
+    result = run("cpu_ddp", "--epochs", 2, "--checkpoint", tmp_path / "it", timeout=60)
+    assert result.status == 0 and "already finished" in result.stdout
+
+
 def test_own_data_set(tmp_path):
     """The README's way to a data set of one's own: a sample for an index, read by DataLoader's own processes."""
     text = script_path("fashionmnist_ddp").read_text()
