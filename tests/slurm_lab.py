@@ -180,7 +180,8 @@ class Machine:
 
 def clean_environment():
     """Not a job's, should the tests themselves run in one."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN", "SALLOC"))}
+    foreign = "SLURM", "SBATCH", "SRUN", "SALLOC", "VENV", "CONDA_ENV", "MODULES", "SCRIPT"  # the last: of tests/run.sh's user
+    return {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
 
 
 def make_cgroups(name):
