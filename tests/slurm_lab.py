@@ -179,8 +179,8 @@ class Machine:
 
 
 def clean_environment():
-    """Not a job's, should the tests themselves run in one."""
-    foreign = "SLURM", "SBATCH", "SRUN", "SALLOC", "VENV", "CONDA_ENV", "MODULES", "SCRIPT"  # the last: of tests/run.sh's user
+    """Not a job's, should the tests themselves run in one, nor what their user means for tests/run.sh."""
+    foreign = "SLURM", "SBATCH", "SRUN", "SALLOC", "VENV", "CONDA_ENV", "MODULES", "SCRIPT"
     return {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
 
 
