@@ -304,7 +304,10 @@ class Cluster:
         sh("ip", "-n", pod.namespace, "address", "add", f"{pod.address}/24", "dev", "eth0")
         sh("ip", "-n", pod.namespace, "link", "set", "eth0", "up")
         pods = [*(other for other in self.pods if other is not pod), pod]
-        self.hosts.write_text("127.0.0.1 localhost\n" + "".join(f'{each.address} {" ".join(each.hosts)}\n' for each in pods))
+        lines = "127.0.0.1 localhost\n" + "".join(f'{each.address} {" ".join(each.hosts)}\n' for each in pods)
+        with open(self.hosts, "r+" if self.hosts.exists() else "w") as file:  # not emptied first: pods are reading it
+            file.write(lines)
+            file.truncate()
 
     def claim(self, name, user=1001):
         """The folder of a new PersistentVolumeClaim, which fsGroup makes writable."""
