@@ -230,7 +230,7 @@ def launch(main):
     status, problem = 1, None
     try:
         status = main()
-        if dist.is_initialized():
+        if dist.is_initialized() and dist.get_backend() == "nccl":  # gloo's can wait for ever for a peer that has left
             dist.destroy_process_group()
     except OSError as error:  # the output is a closed pipe or a full disk, for example
         problem = str(error)
