@@ -47,7 +47,7 @@ import torchvision
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-DATASET, IMAGE_SHAPE = "CIFAR10", (3, 32, 32)  # of torchvision.datasets
+DATASET, IMAGE_SHAPE = "CIFAR10", (32, 32, 3)  # of torchvision.datasets
 FILES = "cifar-10-batches-py/{data_batch_1,data_batch_2,data_batch_3,data_batch_4,data_batch_5,test_batch,batches.meta}"
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, per channel
 
@@ -91,21 +91,25 @@ def build_model(name):
     return model, torchvision.models.get_model_weights(name).DEFAULT.transforms.keywords["crop_size"]
 
 
-def prepare(images, size, augment=False):
-    """Return uint8 images (N, 3, 32, 32) as normalised floats (N, 3, size, size).
+def augment(images):
+    """Flip the first half of uint8 images (N, H, W, C), then crop each at random from itself padded by 4 pixels.
 
-    augment crops each at random from the image padded by 4 pixels, and flips about half: the whole batch at once.
+    Which images are the first half, is as random as the order. Whole rows are copied: 8 times faster on a CPU than pixels.
     """
-    if augment:
-        n, _, height, width = images.shape
-        top, left = torch.randint(9, (2, n, 1, 1), device=images.device)
-        rows = top + torch.arange(height, device=images.device).view(1, -1, 1)
-        columns = left + torch.arange(width, device=images.device).view(1, 1, -1)
-        columns = torch.where(torch.rand(n, 1, 1, device=images.device) < 0.5, columns, columns.flip(2))
-        padded = F.pad(images, (4, 4, 4, 4)).permute(0, 2, 3, 1)
-        images = padded[torch.arange(n, device=images.device).view(-1, 1, 1), rows, columns].permute(0, 3, 1, 2)
-    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (MEAN, STD))
-    images = images.float().div_(255).sub_(mean).div_(std)
+    n, height, width, channels = images.shape
+    images = torch.cat([images[:n // 2].flip(2), images[n // 2:]])
+    runs = F.pad(images, (0, 0, 4, 4, 4, 4)).flatten().unfold(0, width * channels, channels)  # a row's length from each pixel on
+    top, left = torch.randint(9, (2, n, 1), device=images.device)
+    image, row = torch.arange(n, device=images.device).view(n, 1), torch.arange(height, device=images.device)
+    first_pixels = (image * (height + 8) + top + row) * (width + 8) + left
+    return runs.index_select(0, first_pixels.flatten()).view(images.shape)
+
+
+def prepare(images, size):
+    """Return uint8 images (N, 32, 32, 3) as normalised floats (N, 3, size, size)."""
+    rows = images.flatten(2).float()  # (N, 32, 96)
+    mean, std = (255 * torch.tensor(values, device=images.device).repeat(images.shape[2]) for values in (MEAN, STD))
+    images = rows.sub_(mean).div_(std).view(images.shape).movedim(3, 1)
     if size != images.shape[2]:
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
     return images.contiguous(memory_format=torch.channels_last)
@@ -134,7 +138,7 @@ def main():
         together(download, args, worker.local_rank == 0)  # where each node has a disk of its own
     images, labels = [tensor.to(device) for tensor in together(load_images, args, True)]
     test_images, test_labels = [tensor.to(device) for tensor in together(load_images, args, False)]
-    dataset = TensorDataset(images, labels)
+    dataset = InMemory(images, labels)
     checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
     run = {"script": "cifar10_ddp", "model": args.model, "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
            "data": args.fake_data or DATASET, "batch_size": args.batch_size,
@@ -173,7 +177,7 @@ def main():
             torch.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for crops too
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = ddp_model(prepare(x, size, augment=True))
+                logits = ddp_model(prepare(augment(x), size))
                 loss = F.cross_entropy(logits, y)
             loss.backward()
             optimizer.step()
@@ -645,8 +649,16 @@ def share(global_batch, world_size, samples):
 
 
 # --- shared: data ---
+class InMemory(TensorDataset):
+    """Gives a whole batch for a list of indices. index_select copies whole images: on a CPU 10 times faster than [indices]."""
+
+    def __getitem__(self, indices):
+        indices = torch.as_tensor(indices, device=self.tensors[0].device)
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+
+
 def load_images(args, train):
-    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
+    """Return images (N, H, W, C) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
 
     UserError names the folder and the files that torchvision expects there.
     """
@@ -655,7 +667,7 @@ def load_images(args, train):
     try:
         data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
         images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
-        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        images = images.unsqueeze(3) if images.ndim == 3 else images
         if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
             raise ValueError("images and labels do not fit together")
     except Exception as error:  # whatever torchvision makes of missing and damaged files
@@ -666,9 +678,9 @@ def load_images(args, train):
 
 def fake_images(count, seed, train):
     """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
-    channels, height, width = IMAGE_SHAPE
-    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
-    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
+    height, width, channels = IMAGE_SHAPE
+    patches = torch.randint(256, (10, 4, 4, channels), generator=torch.Generator().manual_seed(seed))
+    patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
     noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
     return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels

@@ -47,7 +47,7 @@ import torchvision
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-DATASET, IMAGE_SHAPE = "FashionMNIST", (1, 28, 28)  # of torchvision.datasets
+DATASET, IMAGE_SHAPE = "FashionMNIST", (28, 28, 1)  # of torchvision.datasets
 FILES = "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
 
 
@@ -91,13 +91,15 @@ class CNN(nn.Module):
         return self.fc2(self.dropout2(F.relu(self.fc1(x))))
 
 
-def prepare(images, augment=False):
-    """Return uint8 images (N, 1, 28, 28) as floats from 0 to 1; augment flips about half of them."""
-    images = images.float().div_(255)
-    if augment:
-        flips = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
-        images = torch.where(flips, images.flip(3), images)
-    return images.contiguous(memory_format=torch.channels_last)
+def augment(images):
+    """Flip the first half of uint8 images (N, 28, 28, 1) left to right: which these are, is as random as the order."""
+    half = len(images) // 2
+    return torch.cat([images[:half].flip(2), images[half:]])
+
+
+def prepare(images):
+    """Return uint8 images (N, 28, 28, 1) as floats from 0 to 1 (N, 1, 28, 28)."""
+    return images.movedim(3, 1).float().div_(255).contiguous(memory_format=torch.channels_last)
 
 
 def schedule(progress):
@@ -148,7 +150,7 @@ def train(worker, args):
         together(download, args, worker.local_rank == 0)  # where each node has a disk of its own
     images, labels = [tensor.to(device) for tensor in together(load_images, args, True)]
     test_images, test_labels = [tensor.to(device) for tensor in together(load_images, args, False)]
-    dataset = TensorDataset(images, labels)
+    dataset = InMemory(images, labels)
     checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
     run = {"script": "fashionmnist_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
            "data": args.fake_data or DATASET, "batch_size": args.batch_size,
@@ -184,10 +186,10 @@ def train(worker, args):
         progress.start_epoch(step)
         for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
             x, y = x.to(device), y.to(device)  # there already, but for a data set of your own
-            torch.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for dropout and flips too
+            torch.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for dropout too
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = ddp_model(prepare(x, augment=True))
+                logits = ddp_model(prepare(augment(x)))
                 loss = F.cross_entropy(logits, y)
             loss.backward()
             optimizer.step()
@@ -659,8 +661,16 @@ def share(global_batch, world_size, samples):
 
 
 # --- shared: data ---
+class InMemory(TensorDataset):
+    """Gives a whole batch for a list of indices. index_select copies whole images: on a CPU 10 times faster than [indices]."""
+
+    def __getitem__(self, indices):
+        indices = torch.as_tensor(indices, device=self.tensors[0].device)
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+
+
 def load_images(args, train):
-    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
+    """Return images (N, H, W, C) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
 
     UserError names the folder and the files that torchvision expects there.
     """
@@ -669,7 +679,7 @@ def load_images(args, train):
     try:
         data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
         images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
-        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        images = images.unsqueeze(3) if images.ndim == 3 else images
         if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
             raise ValueError("images and labels do not fit together")
     except Exception as error:  # whatever torchvision makes of missing and damaged files
@@ -680,9 +690,9 @@ def load_images(args, train):
 
 def fake_images(count, seed, train):
     """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
-    channels, height, width = IMAGE_SHAPE
-    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
-    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
+    height, width, channels = IMAGE_SHAPE
+    patches = torch.randint(256, (10, 4, 4, channels), generator=torch.Generator().manual_seed(seed))
+    patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
     noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
     return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels

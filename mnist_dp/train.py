@@ -43,7 +43,7 @@ import torch.nn.functional as F
 import torchvision
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-DATASET, IMAGE_SHAPE = "MNIST", (1, 28, 28)  # of torchvision.datasets
+DATASET, IMAGE_SHAPE = "MNIST", (28, 28, 1)  # of torchvision.datasets
 FILES = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
 
 
@@ -88,8 +88,8 @@ class CNN(nn.Module):
 
 
 def prepare(images):
-    """Return uint8 images (N, 1, 28, 28) as floats from 0 to 1."""
-    return images.float().div_(255).contiguous(memory_format=torch.channels_last)
+    """Return uint8 images (N, 28, 28, 1) as floats from 0 to 1 (N, 1, 28, 28)."""
+    return images.movedim(3, 1).float().div_(255).contiguous(memory_format=torch.channels_last)
 
 
 def pick_devices(device_ids, deterministic):
@@ -128,7 +128,7 @@ def main():
         download(args, True)
     images, labels = [tensor.to(device) for tensor in load_images(args, True)]
     test_images, test_labels = [tensor.to(device) for tensor in load_images(args, False)]
-    dataset = TensorDataset(images, labels)
+    dataset = InMemory(images, labels)
     if args.batch_size > len(dataset):
         raise UserError(f"a batch of {args.batch_size} is more than the {len(dataset)} training images: lower --batch-size")
     steps_per_epoch = math.ceil(len(dataset) / args.batch_size)
@@ -462,8 +462,16 @@ def restore(snapshot, parts):
 
 
 # --- shared: data ---
+class InMemory(TensorDataset):
+    """Gives a whole batch for a list of indices. index_select copies whole images: on a CPU 10 times faster than [indices]."""
+
+    def __getitem__(self, indices):
+        indices = torch.as_tensor(indices, device=self.tensors[0].device)
+        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
+
+
 def load_images(args, train):
-    """Return images (N, C, H, W) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
+    """Return images (N, H, W, C) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
 
     UserError names the folder and the files that torchvision expects there.
     """
@@ -472,7 +480,7 @@ def load_images(args, train):
     try:
         data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
         images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
-        images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        images = images.unsqueeze(3) if images.ndim == 3 else images
         if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
             raise ValueError("images and labels do not fit together")
     except Exception as error:  # whatever torchvision makes of missing and damaged files
@@ -483,9 +491,9 @@ def load_images(args, train):
 
 def fake_images(count, seed, train):
     """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
-    channels, height, width = IMAGE_SHAPE
-    patches = torch.randint(256, (10, channels, 4, 4), generator=torch.Generator().manual_seed(seed))
-    patterns = patches.repeat_interleave(height // 4, dim=2).repeat_interleave(width // 4, dim=3)
+    height, width, channels = IMAGE_SHAPE
+    patches = torch.randint(256, (10, 4, 4, channels), generator=torch.Generator().manual_seed(seed))
+    patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
     noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
     return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels

@@ -169,8 +169,8 @@ def as_torchvision(module, images, labels):
     """Return torchvision's own data set of this script, holding these images instead of its files."""
     kind = getattr(torchvision.datasets, module.DATASET)
     dataset = kind.__new__(kind)
-    dataset.data = images.permute(0, 2, 3, 1).contiguous().numpy() if images.shape[1] == 3 else images.squeeze(1)
-    dataset.targets = labels.tolist() if images.shape[1] == 3 else labels
+    dataset.data = images.numpy() if images.shape[3] == 3 else images.squeeze(3)
+    dataset.targets = labels.tolist() if images.shape[3] == 3 else labels
     dataset.transform, dataset.target_transform = tutorial_transform(module.__name__), None
     return dataset
 
@@ -317,20 +317,11 @@ def time_input(module, case, rank, device, unit, units):
     torch.set_num_threads(1)
     samples = MOST_IMAGES // 10
     images, labels = module.fake_images(samples, 0, True)
-    in_memory = getattr(module, "InMemory", TensorDataset)
-    if case.script == "cifar10_ddp":
-        if in_memory is TensorDataset:
-            dataset, prepare = TensorDataset(images, labels), lambda x: module.prepare(x, 32, augment=True)
-        else:  # pixel by pixel, as its files have them
-            dataset = in_memory(images.movedim(1, -1).contiguous(), labels)
-            def prepare(x):
-                return module.prepare(x.movedim(-1, 1), 32, augment=True)
-    else:
-        dataset, prepare = in_memory(images, labels), lambda x: module.prepare(x, augment=True)
+    size = [32] if case.script == "cifar10_ddp" else []
     batches = list(BatchSampler(torch.randperm(samples).tolist(), case.batch, drop_last=True))
     start = time.perf_counter()
-    for x, _ in DataLoader(dataset, sampler=batches, batch_size=None):
-        prepare(x)
+    for x, _ in DataLoader(module.InMemory(images, labels), sampler=batches, batch_size=None):
+        module.prepare(module.augment(x), *size)
     script = (time.perf_counter() - start) / len(batches)
     loader = DataLoader(as_torchvision(module, images, labels), case.batch, shuffle=True)
     start = time.perf_counter()

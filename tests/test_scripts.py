@@ -86,7 +86,7 @@ def test_own_data_set(tmp_path):
     text = script_path("fashionmnist_ddp").read_text()
     for line, own in (("class CNN(", "class Mine(TensorDataset):\n    def __getitem__(self, index):\n"
                                      "        assert isinstance(index, int)\n        return super().__getitem__(index)\n\n\nclass CNN("),
-                      ("dataset = TensorDataset(images, labels)", "dataset = Mine(images, labels)"),
+                      ("dataset = InMemory(images, labels)", "dataset = Mine(images, labels)"),
                       ("DataLoader(dataset, sampler=batches, batch_size=None)",
                        "DataLoader(dataset, batch_sampler=batches, num_workers=2)")):
         assert text.count(line) == 1, line
