@@ -6,11 +6,13 @@
     python tests/benchmark.py --only cpu_ddp fashionmnist_ddp --json results.json
     python tests/benchmark.py --accuracy            # also: seconds to 90 % and 92 % on the real Fashion-MNIST
 
-One group of workers stays up and runs in turn, with the same model, batch, number of samples and threads,
+Workers stay up and run in turn, with the same model, batch, number of samples and threads,
     script    train.py's own main(), imported from its file and timed by the lines that it prints;
     tutorial  the loop as its tutorial writes it: a transform per sample, its DataLoader workers, plain DDP;
     ceiling   the same steps on one batch in memory: no loader, no exchange, all workers at once;
-so that a busy moment of the machine hits all three. A ratio is the median of the ratios within a round.
+    by hand   the ceiling's steps with the least exchange there is: one all_reduce of all gradients in one tensor;
+so that a busy moment of the machine hits all of them. A ratio is the median of the ratios within a round. The
+tutorials' workers are others than the scripts', whose keep_memory() holds for the whole process.
 Memory and the time to the first step are those of the real command, started for the purpose. Images are
 generated, and the data set's own size is not in the memory. synthetic_ddp's row is `--model resnet18`.
 
@@ -71,7 +73,7 @@ class Case(NamedTuple):
 
 def cases(quick):
     """Return what there is to measure. Where the tutorial's code is not printed, DataLoader's defaults are its."""
-    cifar_batch, pixels = (32, 96) if quick else (128, 224)
+    cifar_batch, pixels = (8, 64) if quick else (128, 224)
     resnet = "--model", "resnet18", "--image-size", str(pixels)
     at_ceiling = {} if quick else {"vs_ceiling": 0.93}  # the exchange weighs more on a smaller batch
     everything = [
@@ -175,9 +177,9 @@ def as_torchvision(module, images, labels):
     return dataset
 
 
-def random_images(case):
+def random_images(case, batches=1):
     pixels = int(case.flags[case.flags.index("--image-size") + 1])
-    return torch.randn(case.batch, 3, pixels, pixels), torch.randint(1000, (case.batch,))
+    return torch.randn(batches * case.batch, 3, pixels, pixels), torch.randint(1000, (batches * case.batch,))
 
 
 def build(module, case, tutorial):
@@ -207,8 +209,7 @@ def tutorial_data(module, case, samples):
         inputs, targets, *_ = module.generate_data(samples, 0)
         return list(zip(inputs, targets))
     if case.label == " resnet18":
-        images, labels = random_images(case)
-        return TensorDataset(images, labels)
+        return TensorDataset(*random_images(case, dist.get_world_size()))
     if case.script == "synthetic_ddp":
         return TensorDataset(*module.generate_data(samples, 0, True))
     return as_torchvision(module, *module.fake_images(samples, 0, True))
@@ -360,7 +361,7 @@ def learn_tutorial(module, case, rank, device, data_dir, seed, accuracy, seconds
     return epochs[1:]
 
 
-def work(rank, world_size, threads, connection):
+def work(rank, world_size, threads, tutorials, connection):
     """Run what the benchmark asks for, in one process of the group, and answer with the seconds."""
     warnings.filterwarnings("ignore")
     modules = {}
@@ -374,6 +375,8 @@ def work(rank, world_size, threads, connection):
         os.environ["OMP_NUM_THREADS"] = str(threads * world_size if alone else threads)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         module = modules[case.script] = modules.get(case.script) or load_script(case.script)
+        if not tutorials:
+            module.keep_memory()
         device = torch.device("cuda", rank) if GPUS and case.script != "cpu_ddp" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -394,13 +397,15 @@ def free_port():
 
 
 class Group:
-    """Processes that run one job after another, all at once."""
+    """Processes that run one job after another, all at once: world_size for the scripts, and as many for the tutorials."""
 
     def __init__(self, world_size, threads):
         context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(world_size)]
-        self.connections = [ours for ours, _ in pairs]
-        self.processes = [context.Process(target=work, args=(rank, world_size, threads, theirs)) for rank, (_, theirs) in enumerate(pairs)]
+        pairs = [context.Pipe() for _ in range(2 * world_size)]
+        connections = [ours for ours, _ in pairs]
+        self.scripts, self.tutorials = connections[:world_size], connections[world_size:]
+        self.processes = [context.Process(target=work, args=(number % world_size, world_size, threads, number >= world_size, theirs))
+                          for number, (_, theirs) in enumerate(pairs)]
         for process, (_, theirs) in zip(self.processes, pairs):
             process.start()
             theirs.close()  # so that the end of the process is the end of its answers
@@ -409,7 +414,7 @@ class Group:
         return self
 
     def __exit__(self, *_):
-        for connection in self.connections:
+        for connection in self.scripts + self.tutorials:
             connection.close()
         for process in self.processes:
             process.join(5)
@@ -418,7 +423,8 @@ class Group:
     def run(self, job, case, *arguments):
         """Return the answers of the workers, and the most GPU memory of any."""
         alone = case.script == "mnist_dp" or job is time_input
-        connections = self.connections[:1] if alone else self.connections
+        connections = self.tutorials if job in (time_tutorial, learn_tutorial) else self.scripts
+        connections = connections[:1] if alone else connections
         port = free_port()
         for connection in connections:
             connection.send((job, case, port, alone, arguments))
@@ -488,7 +494,7 @@ def measure(group, case, world_size, window, rounds):
     """Return the row of a case: interleaved rounds of script, tutorial and ceiling, each about window seconds long."""
     workers = 1 if case.script == "mnist_dp" else world_size
     global_batch = case.batch * workers
-    kinds = [time_script, time_tutorial, time_ceiling] + [time_by_hand] * (case.script == "cpu_ddp")
+    kinds = [time_script, time_tutorial, time_ceiling] + [time_by_hand] * (case.precision == "fp32" and case.script != "mnist_dp")
     guess = group.seconds(time_tutorial if case.script == "cpu_ddp" else time_ceiling, case, 1, 1)
     units = 4 if window > guess else 2
     unit = max(1, min(int(window / guess / units), MOST_IMAGES // global_batch // (units + 1)))
@@ -507,7 +513,7 @@ def measure(group, case, world_size, window, rounds):
             "vs_tutorial": [theirs / ours for ours, theirs in zip(script, tutorial)],
             "vs_ceiling": [least / ours for ours, least in zip(script, ceiling)],
             "steps_per_s": [1 / value for value in script], "peak_mb": gpu_peak / 2**20 or resident, "first_step_s": first_step,
-            "vs_by_hand": [ours / theirs for ours, theirs in zip(script, seconds.get(time_by_hand, []))]}
+            "vs_by_hand": [least / ours for ours, least in zip(script, seconds.get(time_by_hand, []))]}
 
 
 def find_fashion_mnist(data_dir, folder):
@@ -559,11 +565,11 @@ def learn(group, data_dir, seeds, epochs):
 
 
 def show(rows):
-    columns = "script", "images/s", "/ tutorial", "/ ceiling", "steps/s", "peak MB per worker", "launch to first step"
+    columns = "script", "images/s", "/ tutorial", "/ ceiling", "/ by hand", "steps/s", "peak MB per worker", "launch to first step"
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
         print(f"| {row['case'].name()}, {row['workers']} x {row['case'].batch} | {spread(row['images_per_s'], 0)} | "
-              f"{spread(row['vs_tutorial'])} | {spread(row['vs_ceiling'])} | {middle(row['steps_per_s']):.1f} | "
+              f"{spread(row['vs_tutorial'])} | {spread(row['vs_ceiling'])} | {spread(row['vs_by_hand']) if row['vs_by_hand'] else ''} | {middle(row['steps_per_s']):.1f} | "
               f"{row['peak_mb']:.0f} | {row['first_step_s']:.1f} s |")
 
 
@@ -626,7 +632,7 @@ def main():
             bars += [(f"{case.name()}: {key.replace('vs_', 'speed / ')}", row[key], bound, False) for key, bound in case.bars.items()]
             print(f"{time.perf_counter() - start:5.0f} s: {case.name()} is measured", file=sys.stderr)
             if case.script == "cpu_ddp":
-                bars.append(("cpu_ddp: step / the step written by hand", row["vs_by_hand"], 1.05, True))
+                bars.append(("cpu_ddp: step / the step written by hand", [1 / ratio for ratio in row["vs_by_hand"]], 1.05, True))
                 bars.append(("cpu_ddp: launch to first step / bare import and SGD", [a / b for a, b in startup(rounds)], 1.2, True))
             if case.precision == "fp32" and case.script in ("fashionmnist_ddp", "cifar10_ddp"):
                 pairs = [group.run(time_input, case, 0, 0)[0][0] for _ in range(rounds)]
