@@ -43,6 +43,7 @@ if __name__ in ("__main__", "__mp_main__"):
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -65,6 +66,7 @@ def parse_arguments():
     add("--log-every", type=at_least(1), default=100, metavar="STEPS", help="interval of progress lines")
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="how long to wait for a silent worker")
     add("--bf16", action="store_true", help="compute in bfloat16 where autocast finds it safe")
+    add("--compress", action="store_true", help="exchange gradients in bfloat16: half the bytes, for a slow network")
     return parser.parse_args()
 
 
@@ -88,7 +90,7 @@ def main():
 
     checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
     run = {"script": "cpu_ddp", "seed": args.seed, "lr": args.lr, "samples": args.samples, "bf16": args.bf16,
-           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+           "compress": args.compress, "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
     snapshot = load_snapshot(checkpoint, run, args.fresh)
     step, run = snapshot["step"], snapshot["run"]
     global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
@@ -109,7 +111,7 @@ def main():
     restore(snapshot, parts)
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
-    ddp_model = wrap(model, inputs[:batch_size])
+    ddp_model = wrap(model, inputs[:batch_size], args.compress)
     sampler = DistributedSampler(inputs, worker.world_size, worker.rank, seed=args.seed)
     progress = Progress(args, StopSignal(), torch.device("cpu"), steps_per_epoch)
     while step < total_steps:
@@ -335,17 +337,19 @@ def describe_group():
             f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
 
 
-def wrap(model, example):
+def wrap(model, example, compress=False):
     """Return model in DistributedDataParallel, its gradient buckets in their final order.
 
     DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
     zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
     every step: nobody reads them before the evaluation. Small buckets start the exchange sooner, which helps on
-    CPUs; on GPUs DDP's default of 25 MB is better.
+    CPUs; on GPUs DDP's default of 25 MB is better. With compress, gradients travel in bfloat16: half the bytes.
     """
     bucket_cap_mb = 25 if example.is_cuda else 1
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
     ddp_model.broadcast_buffers = False
+    if compress:
+        ddp_model.register_comm_hook(None, bf16_compress_hook)
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
         ddp_model(torch.zeros_like(example)).sum().backward()

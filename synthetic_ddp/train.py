@@ -46,6 +46,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torchvision
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
@@ -70,6 +71,7 @@ def parse_arguments():
     add("--log-every", type=at_least(1), default=100, metavar="STEPS", help="interval of progress lines")
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="how long to wait for a silent worker")
     add("--bf16", action="store_true", help="compute in bfloat16 where autocast finds it safe")
+    add("--compress", action="store_true", help="exchange gradients in bfloat16: half the bytes, for a slow network")
     add("--deterministic", action="store_true", help="the same bits in every run on a GPU, more slowly")
     return parser.parse_args()
 
@@ -100,7 +102,7 @@ def measure(args, device, log):
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(1000, (args.batch_size,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    ddp_model = wrap(model, images)
+    ddp_model = wrap(model, images, args.compress)
     log(f"synthetic_ddp: {describe_group()} | {args.model} | {args.batch_size} images of {args.image_size} pixels per worker")
 
     def time_step(exchange):
@@ -124,7 +126,7 @@ def measure(args, device, log):
     peak = torch.tensor(torch.cuda.max_memory_allocated() if device.type == "cuda" else
                         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    size = sum(parameter.numel() * (2 if args.compress else parameter.element_size()) for parameter in model.parameters())
     log(f"{dist.get_world_size() * args.batch_size / exchanged:,.1f} images/s | step {1000 * exchanged:.1f} ms, without exchange "
         f"{1000 * alone:.1f} ms: scaling efficiency {alone / exchanged:.3f} | {size / 1e6:.1f} MB of gradients per step "
         f"and worker | peak memory {peak.item() / 2**20:,.0f} MiB")
@@ -149,8 +151,8 @@ def main():
     (inputs, labels), (test_inputs, test_labels) = [[tensor.to(device) for tensor in pair] for pair in data]
     dataset = TensorDataset(inputs, labels)
 
-    run = {"script": "synthetic_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16, "samples": len(dataset),
-           "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+    run = {"script": "synthetic_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
+           "compress": args.compress, "samples": len(dataset), "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
     snapshot = load_snapshot(checkpoint, run, args.fresh)
     step, run = snapshot["step"], snapshot["run"]
     global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
@@ -172,7 +174,7 @@ def main():
     restore(snapshot, parts)
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
-    ddp_model = wrap(model, inputs[:batch_size])
+    ddp_model = wrap(model, inputs[:batch_size], args.compress)
     sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
     progress = Progress(args, StopSignal(), device, steps_per_epoch)
     while step < total_steps:
@@ -422,17 +424,19 @@ def describe_group():
             f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
 
 
-def wrap(model, example):
+def wrap(model, example, compress=False):
     """Return model in DistributedDataParallel, its gradient buckets in their final order.
 
     DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
     zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
     every step: nobody reads them before the evaluation. Small buckets start the exchange sooner, which helps on
-    CPUs; on GPUs DDP's default of 25 MB is better.
+    CPUs; on GPUs DDP's default of 25 MB is better. With compress, gradients travel in bfloat16: half the bytes.
     """
     bucket_cap_mb = 25 if example.is_cuda else 1
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
     ddp_model.broadcast_buffers = False
+    if compress:
+        ddp_model.register_comm_hook(None, bf16_compress_hook)
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
         ddp_model(torch.zeros_like(example)).sum().backward()

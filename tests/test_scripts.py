@@ -81,6 +81,15 @@ def test_more_epochs(tmp_path):
     assert result.status == 0 and "already finished" in result.stdout
 
 
+@pytest.mark.parametrize("flag", ("--bf16", "--compress"))
+def test_bfloat16(flag, tmp_path):
+    """Computing or exchanging with 8 bits of mantissa moves the weights, but not far."""
+    for name, flags in (("float32", ()), ("bfloat16", (flag,))):
+        assert run("cpu_ddp", "--checkpoint", tmp_path / name, *flags, launcher="torchrun", workers=2, timeout=100).status == 0
+    assert not weights_equal(tmp_path / "float32", tmp_path / "bfloat16")
+    assert weights_equal(tmp_path / "float32", tmp_path / "bfloat16", tolerance=0.02)
+
+
 def test_own_data_set(tmp_path):
     """The README's way to a data set of one's own: a sample for an index, read by DataLoader's own processes."""
     text = script_path("fashionmnist_ddp").read_text()
