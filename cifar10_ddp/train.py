@@ -691,9 +691,10 @@ def load_images(args, train):
 
 
 def fake_images(count, seed, train):
-    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
+    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, mirrored, under noise."""
     height, width, channels = IMAGE_SHAPE
-    patches = torch.randint(256, (10, 4, 4, channels), generator=torch.Generator().manual_seed(seed))
+    patches = torch.randint(256, (10, 4, 2, channels), generator=torch.Generator().manual_seed(seed))
+    patches = torch.cat([patches, patches.flip(2)], 2)  # a flip keeps the class
     patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
     noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))

@@ -75,6 +75,16 @@ def parse_arguments():
     return parser.parse_args()
 
 
+class Dropout(nn.Dropout):
+    """nn.Dropout, for p in 256ths. On a CPU a byte decides, not a number: a tenth of a step faster."""
+
+    def forward(self, x):
+        if x.is_cuda or not self.training:
+            return super().forward(x)
+        chances = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-2**63, None).view(torch.uint8)
+        return x * (chances[:x.numel()].view(x.shape) >= 256 * self.p) / (1 - self.p)
+
+
 class CNN(nn.Module):
     """The tutorial's model: (N, 1, 28, 28) to (N, 10), 1.2 million parameters."""
 
@@ -82,15 +92,15 @@ class CNN(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
-        self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
+        self.dropout1 = Dropout(0.25)
+        self.dropout2 = Dropout(0.5)
         self.fc1 = nn.Linear(9216, 128)
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x):
         x = F.relu(self.conv1(x))
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        x = torch.flatten(self.dropout1(x), 1)
+        x = self.dropout1(torch.flatten(x.movedim(1, 3), 1))  # in the order of channels_last: nothing is copied
         return self.fc2(self.dropout2(F.relu(self.fc1(x))))
 
 
@@ -703,9 +713,10 @@ def load_images(args, train):
 
 
 def fake_images(count, seed, train):
-    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
+    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, mirrored, under noise."""
     height, width, channels = IMAGE_SHAPE
-    patches = torch.randint(256, (10, 4, 4, channels), generator=torch.Generator().manual_seed(seed))
+    patches = torch.randint(256, (10, 4, 2, channels), generator=torch.Generator().manual_seed(seed))
+    patches = torch.cat([patches, patches.flip(2)], 2)  # a flip keeps the class
     patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
     noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))

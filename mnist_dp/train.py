@@ -84,7 +84,7 @@ class CNN(nn.Module):
     def forward(self, x):
         x = F.relu(self.conv1(x))
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        x = torch.flatten(self.dropout1(x), 1)
+        x = torch.flatten(self.dropout1(x).movedim(1, 3), 1)  # in the order of channels_last: nothing is copied
         return self.fc2(self.dropout2(F.relu(self.fc1(x))))
 
 
@@ -500,9 +500,10 @@ def load_images(args, train):
 
 
 def fake_images(count, seed, train):
-    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, under noise."""
+    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, mirrored, under noise."""
     height, width, channels = IMAGE_SHAPE
-    patches = torch.randint(256, (10, 4, 4, channels), generator=torch.Generator().manual_seed(seed))
+    patches = torch.randint(256, (10, 4, 2, channels), generator=torch.Generator().manual_seed(seed))
+    patches = torch.cat([patches, patches.flip(2)], 2)  # a flip keeps the class
     patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
     noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))

@@ -182,6 +182,14 @@ def random_images(case, batches=1):
     return torch.randn(batches * case.batch, 3, pixels, pixels), torch.randint(1000, (batches * case.batch,))
 
 
+class TutorialCNN(nn.Sequential):
+    """The CNN of mnist_dp and fashionmnist_ddp, with PyTorch's own dropout and order of features."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
+                         nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10))
+
+
 def build(module, case, tutorial):
     """Return model, optimizer and loss of a case, as the tutorial or as the script has them."""
     loss, fused = F.cross_entropy, {} if tutorial else {"fused": True}
@@ -192,7 +200,7 @@ def build(module, case, tutorial):
     elif case.script == "synthetic_ddp":
         model = nn.Sequential(nn.Linear(module.INPUTS, module.HIDDEN), nn.ReLU(), nn.Linear(module.HIDDEN, module.CLASSES))
     else:
-        model = module.build_model("resnet18")[0] if case.script == "cifar10_ddp" else module.CNN()
+        model = module.build_model("resnet18")[0] if case.script == "cifar10_ddp" else TutorialCNN() if tutorial else module.CNN()
     if not tutorial:
         model.to(memory_format=torch.channels_last)
     model.to("cuda" if GPUS and case.script != "cpu_ddp" else "cpu")

@@ -15,7 +15,7 @@ from helpers import (DDP_SCRIPTS, PEAK, SCRIPTS, free_port, load_script, load_sn
 LEARNABLE = {  # one epoch that is enough to learn: batch of each of two workers, flags, accuracy to be exceeded
     "cpu_ddp": (16, ["--lr", "0.05"], None),
     "mnist_dp": (8, ["--fake-data"], 0.7),
-    "cifar10_ddp": (4, ["--fake-data", "192", "--lr", "0.3"], 0.3),
+    "cifar10_ddp": (4, ["--fake-data", "192", "--lr", "0.6"], 0.3),
     "fashionmnist_ddp": (8, ["--fake-data", "--lr", "2e-3"], 0.5),
     "synthetic_ddp": (16, ["--lr", "0.05"], 0.85),
 }
