@@ -269,11 +269,11 @@ def set_threads(worker):
 
 
 def keep_memory():
-    """Let the C library keep what tensors free: else Linux clears the pages of each large one anew, a fifth of a step on a CPU."""
+    """Let the C library keep the memory that a step frees: else Linux clears it anew in each, a fifth of a step on a CPU."""
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no pages of its own for a large block
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never give any back
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, which glibc itself raises to that in time
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: no limit to what is kept
 # --- end ---
 
 

@@ -369,9 +369,10 @@ def learn_tutorial(module, case, rank, device, data_dir, seed, accuracy, seconds
     return epochs[1:]
 
 
-def work(rank, world_size, threads, tutorials, connection):
+def work(rank, world_size, threads, tutorials, start_method, connection):
     """Run what the benchmark asks for, in one process of the group, and answer with the seconds."""
     warnings.filterwarnings("ignore")
+    multiprocessing.set_start_method(start_method, force=True)  # the loaders' workers start as they would without this benchmark
     modules = {}
     while True:
         try:
@@ -412,7 +413,9 @@ class Group:
         pairs = [context.Pipe() for _ in range(2 * world_size)]
         connections = [ours for ours, _ in pairs]
         self.scripts, self.tutorials = connections[:world_size], connections[world_size:]
-        self.processes = [context.Process(target=work, args=(number % world_size, world_size, threads, number >= world_size, theirs))
+        start_method = multiprocessing.get_start_method()
+        self.processes = [context.Process(target=work, args=(number % world_size, world_size, threads, number >= world_size,
+                                                             start_method, theirs))
                           for number, (_, theirs) in enumerate(pairs)]
         for process, (_, theirs) in zip(self.processes, pairs):
             process.start()
