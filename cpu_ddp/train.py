@@ -117,9 +117,10 @@ def main():
     while step < total_steps:
         epoch, first_batch = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
-        order = list(sampler)[first_batch * batch_size:]
+        order = list(sampler)
+        batches = zip(inputs[order].split(batch_size), targets[order].split(batch_size))
         progress.start_epoch(step)
-        for x, y in zip(inputs[order].split(batch_size), targets[order].split(batch_size)):
+        for x, y in list(batches)[first_batch:]:
             torch.default_generator.manual_seed(hash((args.seed, step, worker.rank)))  # for a model with dropout
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
@@ -269,10 +270,10 @@ def set_threads(worker):
 
 
 def keep_memory():
-    """Let the C library keep the memory that a step frees: else Linux clears it anew in each, a fifth of a step on a CPU."""
+    """Let the C library keep what a step frees, in blocks below 32 MB: else Linux clears it again for each, up to a fifth of a step."""
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, which glibc itself raises to that in time
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks go back, else holes could eat the memory
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: no limit to what is kept
 # --- end ---
 
@@ -348,8 +349,8 @@ def wrap(model, example, compress=False):
     bucket_cap_mb = 25 if example.is_cuda else 1
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
     ddp_model.broadcast_buffers = False
-    if compress:
-        ddp_model.register_comm_hook(None, bf16_compress_hook)
+    if compress:  # in a lambda, since DDP refuses the hook by its name where there is no NCCL
+        ddp_model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
         ddp_model(torch.zeros_like(example)).sum().backward()

@@ -70,7 +70,7 @@ def parse_arguments():
 
 
 class CNN(nn.Module):
-    """The tutorial's model: (N, 1, 28, 28) to (N, 10), 1.2 million parameters."""
+    """The tutorial's model: (N, 1, 28, 28) to (N, 10), 1.2 million parameters; fc1's inputs are in the order H, W, C."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ def main():
         sums, count, start = torch.zeros(2, device=device), 0, time.perf_counter()
         for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
             x, y = x.to(device), y.to(device)  # there already, but for a data set of your own
-            torch.manual_seed(hash((args.seed, step)))  # the step is the only state, for dropout too
+            torch.manual_seed(hash((args.seed, step)))  # on all GPUs: the step is the only state, for dropout too
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 logits = parallel_model(prepare(x))
@@ -319,10 +319,10 @@ def set_threads(worker):
 
 
 def keep_memory():
-    """Let the C library keep the memory that a step frees: else Linux clears it anew in each, a fifth of a step on a CPU."""
+    """Let the C library keep what a step frees, in blocks below 32 MB: else Linux clears it again for each, up to a fifth of a step."""
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, which glibc itself raises to that in time
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks go back, else holes could eat the memory
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: no limit to what is kept
 # --- end ---
 
@@ -489,7 +489,7 @@ def load_images(args, train):
         return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
     try:
         data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
-        images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+        images, labels = torch.as_tensor(data.data).contiguous(), torch.as_tensor(data.targets)
         images = images.unsqueeze(3) if images.ndim == 3 else images
         if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
             raise ValueError("images and labels do not fit together")

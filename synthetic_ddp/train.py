@@ -152,7 +152,8 @@ def main():
     dataset = TensorDataset(inputs, labels)
 
     run = {"script": "synthetic_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
-           "compress": args.compress, "samples": len(dataset), "batch_size": args.batch_size, "global_batch": args.batch_size * worker.world_size}
+           "compress": args.compress, "samples": len(dataset), "batch_size": args.batch_size,
+           "global_batch": args.batch_size * worker.world_size}
     snapshot = load_snapshot(checkpoint, run, args.fresh)
     step, run = snapshot["step"], snapshot["run"]
     global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
@@ -177,7 +178,6 @@ def main():
     ddp_model = wrap(model, inputs[:batch_size], args.compress)
     sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
     progress = Progress(args, StopSignal(), device, steps_per_epoch)
-    generator = torch.cuda if device.type == "cuda" else torch.default_generator  # torch.manual_seed is 20 times slower
     while step < total_steps:
         epoch, first_batch = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
@@ -185,7 +185,7 @@ def main():
         progress.start_epoch(step)
         for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
             x, y = x.to(device), y.to(device)  # there already, but for a data set of your own
-            generator.manual_seed(hash((args.seed, step, worker.rank)))  # the step is the only state, for dropout too
+            seed_step(device, args.seed, step, worker.rank)  # the step is the only state, for dropout too
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 logits = ddp_model(x)
@@ -334,10 +334,10 @@ def set_threads(worker):
 
 
 def keep_memory():
-    """Let the C library keep the memory that a step frees: else Linux clears it anew in each, a fifth of a step on a CPU."""
+    """Let the C library keep what a step frees, in blocks below 32 MB: else Linux clears it again for each, up to a fifth of a step."""
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, which glibc itself raises to that in time
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks go back, else holes could eat the memory
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: no limit to what is kept
 # --- end ---
 
@@ -362,6 +362,12 @@ def pick_device(worker, deterministic):
         torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(index)
     return torch.device("cuda", index), "nccl"
+
+
+def seed_step(device, *state):
+    """Seed what draws on the CPU and on this GPU, for a step. torch.manual_seed asks all kinds of devices: 20 times slower."""
+    for generator in [torch.default_generator] + [torch.cuda] * (device.type == "cuda"):
+        generator.manual_seed(hash(state))
 # --- end ---
 
 
@@ -436,8 +442,8 @@ def wrap(model, example, compress=False):
     bucket_cap_mb = 25 if example.is_cuda else 1
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
     ddp_model.broadcast_buffers = False
-    if compress:
-        ddp_model.register_comm_hook(None, bf16_compress_hook)
+    if compress:  # in a lambda, since DDP refuses the hook by its name where there is no NCCL
+        ddp_model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
         ddp_model(torch.zeros_like(example)).sum().backward()
@@ -681,9 +687,10 @@ def evaluate(model, prepare, images, labels):
         dist.broadcast(buffer, 0)
     model.eval()
     counts = torch.zeros(2, dtype=torch.int64, device=labels.device)
-    for mine in torch.arange(len(labels), device=labels.device)[dist.get_rank()::dist.get_world_size()].split(500):
-        counts[0] += (model(prepare(images[mine])).argmax(1) == labels[mine]).sum()
-        counts[1] += len(mine)
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    for x, y in zip(images[mine].split(500), labels[mine].split(500)):
+        counts[0] += (model(prepare(x)).argmax(1) == y).sum()
+        counts[1] += len(y)
     model.train()
     dist.all_reduce(counts)
     return counts.tolist()

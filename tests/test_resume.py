@@ -14,7 +14,8 @@ TORCHRUN = {"launcher": "torchrun"}
 CONFIGURATIONS = {
     "fashionmnist_ddp, 1 worker": ("fashionmnist_ddp", {}, ("--fake-data", 320, "--batch-size", 32)),
     "fashionmnist_ddp, 4 workers": ("fashionmnist_ddp", {**TORCHRUN, "workers": 4}, ("--fake-data", 320, "--batch-size", 8)),
-    "fashionmnist_ddp, bfloat16": ("fashionmnist_ddp", {**TORCHRUN, "workers": 2}, ("--fake-data", 320, "--batch-size", 16, "--bf16", "--compress")),
+    "fashionmnist_ddp, bfloat16": ("fashionmnist_ddp", {**TORCHRUN, "workers": 2},
+                                   ("--fake-data", 320, "--batch-size", 16, "--bf16", "--compress")),
     "cifar10_ddp, 4 workers": ("cifar10_ddp", {**TORCHRUN, "workers": 4}, ("--fake-data", 80, "--batch-size", 2)),
 }
 
