@@ -58,7 +58,7 @@ def parse_arguments():
     add = parser.add_argument
     add("--epochs", type=at_least(1), default=5, help="passes over the data")
     add("--batch-size", type=at_least(1), default=64, help="images per worker and step")
-    add("--lr", type=at_least(1e-9, float), default=2e-3, help="learning rate of Adam at its peak, after a fifth of the steps")
+    add("--lr", type=at_least(1e-9, float), default=3e-3, help="learning rate of Adam at its peak, after a fifth of the steps")
     add("--seed", type=at_least(0), default=0, help="of the weights, the order, the flips and the dropout")
     add("--nproc", type=at_least(1), help="workers that plain python starts (default: one per visible GPU, else 1)")
     add("--data-dir", default="data", help="folder of the data set, which is downloaded if it is not there")
