@@ -235,7 +235,7 @@ def launch(main):
         if dist.is_initialized() and dist.get_backend() == "nccl":  # gloo's can wait for ever for a peer that has left
             dist.destroy_process_group()
     except OSError as error:  # the output is a closed pipe or a full disk, for example
-        problem = str(error)
+        problem = one_line(error)
     except UserError as error:
         if not error.speaks:
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
@@ -277,7 +277,7 @@ def find_worker():
     A Slurm step's are translated into torchrun's, which init_process_group reads. The leftovers of
     an allocation, or the shell of `srun --pty`, are no step. UserError names what is missing or wrong.
     """
-    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     in_pty = "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid())
     try:
         if not any(name in env for name in names[:3]):
@@ -292,11 +292,10 @@ def find_worker():
             env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
                        LOCAL_WORLD_SIZE=str(-(-tasks // max(1, nodes))))
             cpus = int(env.get("SLURM_CPUS_PER_TASK") or 0)
-        rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
-        local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+        env.setdefault("LOCAL_WORLD_SIZE", "1")  # who starts workers by hand need not say it
+        rank, local_rank, world_size, local_world_size, port = [int(env[name]) for name in names[:5]]
         if not (0 <= local_rank <= rank < world_size and 0 < local_world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
-            shown = [f"{name}={env[name]}" for name in (*names, "LOCAL_WORLD_SIZE") if name in env]
-            raise ValueError(f"{' '.join(shown)} do not fit together")
+            raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
         return Worker(rank, local_rank, world_size, local_world_size, cpus)
     except KeyError as error:
         problem = f"{error.args[0]} is missing from the environment"
@@ -336,9 +335,10 @@ class StopSignal:
     """
 
     SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    PARENT = os.getppid()  # known before the group forms, since it may be lost before the training starts
 
     def __init__(self):
-        self.signum, self.parent = 0, os.getppid()
+        self.first = 0.0  # when the first signal came
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
@@ -348,17 +348,15 @@ class StopSignal:
 
     def seen(self):
         """Return whether to leave: a signal came, or torchrun was killed and left its workers behind."""
-        return self.signum > 0 or "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
+        return self.first > 0 or "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.PARENT
 
     def _watch(self, reader):
         while True:
-            signum, now = os.read(reader, 1)[0], time.monotonic()
-            if signum not in self.SIGNALS:  # DataLoader's workers send SIGCHLD
-                continue
-            if not self.signum:
-                self.signum, first = signum, now
-            elif now - first > 2:
-                os._exit(128 + signum)
+            signum = os.read(reader, 1)[0]
+            if signum in self.SIGNALS:  # DataLoader's workers send SIGCHLD
+                self.first = self.first or time.monotonic()
+                if time.monotonic() - self.first > 2:
+                    os._exit(128 + signum)
 
 
 def farewell(args, step):
@@ -435,20 +433,17 @@ def find_snapshot(path, run, fresh):
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
         try:
             state = read_snapshot(candidate)
-            theirs = state["run"]
-            differing = [key for key in run if theirs.get(key) != run[key]]
+            differing = [key for key in run if state["run"].get(key) != run[key]]
         except (FileNotFoundError, NotADirectoryError):
             continue
         except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
             damage = damage or f"{candidate} is damaged ({one_line(error)})"
             continue
-        if differing and differing not in (["batch_size"], ["global_batch"]):
-            raise UserError(f"{candidate} is of another run: " + ", ".join(
-                f"{key} is {theirs.get(key)} there, {run[key]} here" for key in differing)
-                + "; give that run's flags, another --checkpoint, or --fresh to start over")
+        if differing not in ([], ["batch_size"], ["global_batch"]):
+            both = ", ".join(f"{key} is {state['run'].get(key)} there, {run[key]} here" for key in differing)
+            raise UserError(f"{candidate} is of another run: {both}; give that run's flags, another --checkpoint, or --fresh")
         if damage:
-            if os.path.exists(path):
-                os.rename(path, f"{path}.damaged-{time.time_ns()}")
+            os.rename(path, f"{path}.damaged-{time.time_ns()}")
             print(f"warning: {damage}: moved aside, going on from {candidate}", file=sys.stderr)
         return state
     if damage:

@@ -250,7 +250,7 @@ def launch(main):
         if dist.is_initialized() and dist.get_backend() == "nccl":  # gloo's can wait for ever for a peer that has left
             dist.destroy_process_group()
     except OSError as error:  # the output is a closed pipe or a full disk, for example
-        problem = str(error)
+        problem = one_line(error)
     except UserError as error:
         if not error.speaks:
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
@@ -292,7 +292,7 @@ def find_worker():
     A Slurm step's are translated into torchrun's, which init_process_group reads. The leftovers of
     an allocation, or the shell of `srun --pty`, are no step. UserError names what is missing or wrong.
     """
-    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     in_pty = "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid())
     try:
         if not any(name in env for name in names[:3]):
@@ -307,11 +307,10 @@ def find_worker():
             env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
                        LOCAL_WORLD_SIZE=str(-(-tasks // max(1, nodes))))
             cpus = int(env.get("SLURM_CPUS_PER_TASK") or 0)
-        rank, local_rank, world_size, port = [int(env[name]) for name in names[:4]]
-        local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+        env.setdefault("LOCAL_WORLD_SIZE", "1")  # who starts workers by hand need not say it
+        rank, local_rank, world_size, local_world_size, port = [int(env[name]) for name in names[:5]]
         if not (0 <= local_rank <= rank < world_size and 0 < local_world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
-            shown = [f"{name}={env[name]}" for name in (*names, "LOCAL_WORLD_SIZE") if name in env]
-            raise ValueError(f"{' '.join(shown)} do not fit together")
+            raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
         return Worker(rank, local_rank, world_size, local_world_size, cpus)
     except KeyError as error:
         problem = f"{error.args[0]} is missing from the environment"
@@ -385,26 +384,22 @@ def fresh_store(worker, timeout):
         part = store.get(f"answer {token}").decode()  # waits for it
         store.set(f"{part} {worker.rank}", "here")
         return dist.PrefixStore(part, store)
-    missing = set(range(1, worker.world_size))
-    while missing:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"timed out waiting for rank {', '.join(map(str, sorted(missing)))}")
-        for rank in list(missing):
-            if store.check([f"{token} {rank}"]):
-                missing.remove(rank)
-            elif store.check([f"hello {rank}"]):
+    for rank in range(1, worker.world_size):
+        while not store.check([f"{token} {rank}"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"timed out waiting for rank {rank}")
+            if store.check([f"hello {rank}"]):
                 store.set(f"answer {store.get(f'hello {rank}').decode()}", token)
-        time.sleep(0.01)
+            time.sleep(0.001)
     return dist.PrefixStore(token, store)
 
 
 def join_group(worker, backend, timeout, device=None):
     """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
-    options = {"device_id": device} if backend == "nccl" else {}
     signal.alarm(min(timeout, 10**9) + 10)  # ends a wait for a stranger on that port, who never answers
     store = fresh_store(worker, timeout) if worker.world_size > 1 else dist.HashStore()  # alone: needs no port
     dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size,
-                            timeout=timedelta(seconds=timeout), **options)
+                            timeout=timedelta(seconds=timeout), device_id=device if backend == "nccl" else None)
     signal.alarm(0)
 
 
@@ -439,8 +434,7 @@ def wrap(model, example, compress=False):
     every step: nobody reads them before the evaluation. Small buckets start the exchange sooner, which helps on
     CPUs; on GPUs DDP's default of 25 MB is better. With compress, gradients travel in bfloat16: half the bytes.
     """
-    bucket_cap_mb = 25 if example.is_cuda else 1
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25 if example.is_cuda else 1)
     ddp_model.broadcast_buffers = False
     if compress:  # in a lambda, since DDP refuses the hook by its name where there is no NCCL
         ddp_model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
@@ -463,9 +457,10 @@ class StopSignal:
     """
 
     SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    PARENT = os.getppid()  # known before the group forms, since it may be lost before the training starts
 
     def __init__(self):
-        self.signum, self.parent = 0, os.getppid()
+        self.first = 0.0  # when the first signal came
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
@@ -475,17 +470,15 @@ class StopSignal:
 
     def seen(self):
         """Return whether to leave: a signal came, or torchrun was killed and left its workers behind."""
-        return self.signum > 0 or "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
+        return self.first > 0 or "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.PARENT
 
     def _watch(self, reader):
         while True:
-            signum, now = os.read(reader, 1)[0], time.monotonic()
-            if signum not in self.SIGNALS:  # DataLoader's workers send SIGCHLD
-                continue
-            if not self.signum:
-                self.signum, first = signum, now
-            elif now - first > 2:
-                os._exit(128 + signum)
+            signum = os.read(reader, 1)[0]
+            if signum in self.SIGNALS:  # DataLoader's workers send SIGCHLD
+                self.first = self.first or time.monotonic()
+                if time.monotonic() - self.first > 2:
+                    os._exit(128 + signum)
 
 
 def farewell(args, step):
@@ -508,14 +501,14 @@ class Progress:
         self.interval = 1  # steps between two reductions
 
     def start_epoch(self, step):
-        self.sums, self.totals = torch.zeros(2, device=self.device), [0.0, 0.0, 0.0]
-        self.count, self.step, self.start = 0, step, time.perf_counter()
-        self.time = self.start
+        self.loss = self.hits = self.count = 0
+        self.totals, self.step = [0.0, 0.0, 0.0], step
+        self.start = self.time = time.perf_counter()
 
     def add(self, loss, hits, count):
         """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
-        self.sums[0] += loss.detach() * count
-        self.sums[1] += hits
+        self.loss += loss.detach() * count
+        self.hits += hits
         self.count += count
 
     def after(self, step):
@@ -525,7 +518,7 @@ class Progress:
             return False
         seconds = time.perf_counter() - self.time
         mine = torch.tensor([0, 0, self.count, self.stop.seen(), seconds], dtype=torch.float64, device=self.device)
-        mine[:2] = self.sums
+        mine[0], mine[1] = self.loss, self.hits
         dist.all_reduce(mine)
         *sums, stopped, worker_seconds = mine.tolist()
         if not math.isfinite(sums[0]):
@@ -533,8 +526,8 @@ class Progress:
         self.totals = [total + new for total, new in zip(self.totals, sums)]
         steps_per_second = steps * dist.get_world_size() / worker_seconds
         self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
-        self.sums.zero_()
-        self.count, self.step, self.time = 0, step, time.perf_counter()
+        self.loss = self.hits = self.count = 0
+        self.step, self.time = step, time.perf_counter()
         if logs and dist.get_rank() == 0:
             steps = self.args.epochs * self.steps_per_epoch
             left = timedelta(seconds=round((steps - step) / steps_per_second))
@@ -615,20 +608,17 @@ def find_snapshot(path, run, fresh):
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
         try:
             state = read_snapshot(candidate)
-            theirs = state["run"]
-            differing = [key for key in run if theirs.get(key) != run[key]]
+            differing = [key for key in run if state["run"].get(key) != run[key]]
         except (FileNotFoundError, NotADirectoryError):
             continue
         except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
             damage = damage or f"{candidate} is damaged ({one_line(error)})"
             continue
-        if differing and differing not in (["batch_size"], ["global_batch"]):
-            raise UserError(f"{candidate} is of another run: " + ", ".join(
-                f"{key} is {theirs.get(key)} there, {run[key]} here" for key in differing)
-                + "; give that run's flags, another --checkpoint, or --fresh to start over")
+        if differing not in ([], ["batch_size"], ["global_batch"]):
+            both = ", ".join(f"{key} is {state['run'].get(key)} there, {run[key]} here" for key in differing)
+            raise UserError(f"{candidate} is of another run: {both}; give that run's flags, another --checkpoint, or --fresh")
         if damage:
-            if os.path.exists(path):
-                os.rename(path, f"{path}.damaged-{time.time_ns()}")
+            os.rename(path, f"{path}.damaged-{time.time_ns()}")
             print(f"warning: {damage}: moved aside, going on from {candidate}", file=sys.stderr)
         return state
     if damage:
