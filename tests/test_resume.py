@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -44,6 +45,28 @@ def test_stopped_in_mid_epoch_and_at_its_end(name, tmp_path):
     final = run(script, *flags, **how)
     assert final.status == 0 and re.search(r"steps 2\d to 30", final.stdout), final
     assert not differences(last, undisturbed)
+
+
+@pytest.mark.parametrize("script, flags, steps_per_epoch", [
+    ("cpu_ddp", ("--samples", 500, "--batch-size", 7), 36),
+    ("synthetic_ddp", ("--samples", 500, "--batch-size", 7), 36),
+    ("fashionmnist_ddp", ("--fake-data", 100, "--batch-size", 7), 8),
+    ("cifar10_ddp", ("--fake-data", 27, "--batch-size", 3), 5),
+    ("mnist_dp", ("--fake-data", 100, "--batch-size", 13), 8),
+])
+def test_from_the_snapshot_before(script, flags, steps_per_epoch, tmp_path):
+    """In mid-epoch, with an odd batch per worker and a smaller batch at the end of every epoch."""
+    how = {**TORCHRUN, "workers": 2} if script != "mnist_dp" else {}
+    last, before, epochs = tmp_path / "last", tmp_path / "before", 3
+    flags = (*flags, "--epochs", epochs, "--save-every", epochs)
+    every = next(steps for steps in (4, 5) if epochs * steps_per_epoch % steps)
+    assert run(script, *flags, "--save-every-steps", every, "--checkpoint", last, **how).status == 0
+    shutil.copy(f"{last}.previous", before)
+    step = load_snapshot(before)["step"]
+    assert step % steps_per_epoch and step > (epochs - 1) * steps_per_epoch
+    final = run(script, *flags, "--checkpoint", before, **how)
+    assert final.status == 0 and f"steps {step} to {epochs * steps_per_epoch}" in final.stdout, final
+    assert not differences(last, before)
 
 
 def test_node_local_disks(tmp_path):
