@@ -38,6 +38,7 @@ import zipfile
 from datetime import timedelta
 from typing import NamedTuple
 
+LAUNCHER = os.getppid()  # asked before the imports that take seconds, since it may die meanwhile
 if __name__ in ("__main__", "__mp_main__"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even imports and waits in C++
 
@@ -378,6 +379,8 @@ def fresh_store(worker, timeout):
     a new part to each worker that greets it, until all have confirmed; an old greeting does no harm.
     """
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    if orphaned():
+        raise UserError("torchrun was killed: this worker leaves that port to its next start")
     token, deadline = os.urandom(8).hex(), time.monotonic() + timeout
     if worker.rank:
         store.set(f"hello {worker.rank}", token)
@@ -449,6 +452,11 @@ def wrap(model, example, compress=False):
 
 
 # --- shared: stop signal ---
+def orphaned():
+    """Return whether torchrun was killed and has left this worker behind."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER
+
+
 class StopSignal:
     """Remembers SIGTERM, SIGINT or SIGUSR1 until all workers leave together; a second one ends this worker at once.
 
@@ -457,7 +465,6 @@ class StopSignal:
     """
 
     SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-    PARENT = os.getppid()  # known before the group forms, since it may be lost before the training starts
 
     def __init__(self):
         self.first = 0.0  # when the first signal came
@@ -469,8 +476,14 @@ class StopSignal:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def seen(self):
-        """Return whether to leave: a signal came, or torchrun was killed and left its workers behind."""
-        return self.first > 0 or "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.PARENT
+        """Return whether to leave: a signal came, or nobody will send one any more."""
+        return self.first > 0 or orphaned()
+
+    @classmethod
+    def ignore(cls, *_):
+        """As worker_init_fn of a DataLoader: torchrun signals its processes too, but the training still needs them."""
+        for signum in cls.SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
 
     def _watch(self, reader):
         while True:
@@ -601,8 +614,8 @@ def find_snapshot(path, run, fresh):
     UserError if there is none whole, or if it is another run's: `run` differs in more than how the global
     batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
     """
-    if path and os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"--checkpoint {path} is a folder or a device: name a file")
+    if path is not None and (not os.path.basename(path) or os.path.exists(path) and not os.path.isfile(path)):
+        raise UserError(f"--checkpoint '{path}' is empty, a folder or a device: name a file")
     restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT") or 0) for by in ("TORCHELASTIC", "SLURM"))
     damage = None
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():

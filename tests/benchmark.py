@@ -11,6 +11,7 @@ Workers stay up and run in turn, with the same layers, batch, number of samples 
     tutorial  the loop as its tutorial writes it: a transform per sample, its DataLoader workers, plain DDP;
     ceiling   the same steps on one batch in memory: no loader, no exchange, all workers at once;
     by hand   the ceiling's steps and after backward one all_reduce of all gradients in one tensor;
+    exchange  that all_reduce alone;
 so that a busy moment of the machine hits all of them. A ratio is the median of the ratios within a round. The tutorial's
 loop runs in float32 in all rows, and in processes of its own, because keep_memory() changes a whole process.
 Memory and the time to the first step are those of the real command, started for the purpose. Images are
@@ -322,6 +323,19 @@ def time_by_hand(*arguments):
     return time_ceiling(*arguments, exchange=exchange)
 
 
+def time_exchange(module, case, rank, device, unit, units):
+    """The gradients' all_reduce, of workers that do nothing else."""
+    flat = torch.zeros(sum(parameter.numel() for parameter in build(module, case, tutorial=False)[0].parameters()), device=device)
+    for _ in range(unit):
+        dist.all_reduce(flat)
+    finish(device)
+    start = time.perf_counter()
+    for _ in range(unit * units):
+        dist.all_reduce(flat)
+    finish(device)
+    return (time.perf_counter() - start) / (unit * units)
+
+
 def time_input(module, case, rank, device, unit, units):
     """Return the seconds per batch of the input path alone, the script's and the tutorial's, on one core."""
     torch.set_num_threads(1)
@@ -508,7 +522,9 @@ def measure(group, case, world_size, window, rounds):
     """Return the row of a case: interleaved rounds of script, tutorial and ceiling, each about window seconds long."""
     workers = 1 if case.script == "mnist_dp" else world_size
     global_batch = case.batch * workers
-    kinds = [time_script, time_tutorial, time_ceiling] + [time_by_hand] * (case.precision == "fp32" and case.script != "mnist_dp")
+    kinds = [time_script, time_tutorial, time_ceiling]
+    if case.precision == "fp32" and case.script != "mnist_dp":
+        kinds += [time_by_hand, time_exchange]
     guess = group.seconds(time_tutorial if case.script == "cpu_ddp" else time_ceiling, case, 1, 1)
     units = 4 if window > guess else 2
     unit = max(1, min(int(window / guess / units), MOST_IMAGES // global_batch // (units + 1)))
@@ -527,7 +543,8 @@ def measure(group, case, world_size, window, rounds):
             "vs_tutorial": [theirs / ours for ours, theirs in zip(script, tutorial)],
             "vs_ceiling": [least / ours for ours, least in zip(script, ceiling)],
             "steps_per_s": [1 / value for value in script], "peak_mb": gpu_peak / 2**20 or resident, "first_step_s": first_step,
-            "vs_by_hand": [least / ours for ours, least in zip(script, seconds.get(time_by_hand, []))]}
+            "vs_by_hand": [least / ours for ours, least in zip(script, seconds.get(time_by_hand, []))],
+            "exchange": [alone / ours for ours, alone in zip(script, seconds.get(time_exchange, []))]}
 
 
 def find_fashion_mnist(data_dir, folder):
@@ -581,12 +598,13 @@ def learn(group, data_dir, seeds, epochs):
 
 
 def show(rows):
-    columns = "script", "images/s", "/ tutorial", "/ ceiling", "/ by hand", "steps/s", "peak MB per worker", "launch to first step"
+    columns = ("script", "images/s", "/ tutorial", "/ ceiling", "/ by hand", "exchange / step", "steps/s", "peak MB per worker",
+               "launch to first step")
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
-        print(f"| {row['case'].name()}, {row['workers']} x {row['case'].batch} | {spread(row['images_per_s'], 0)} | "
-              f"{spread(row['vs_tutorial'])} | {spread(row['vs_ceiling'])} | {spread(row['vs_by_hand']) if row['vs_by_hand'] else ''} | {middle(row['steps_per_s']):.1f} | "
-              f"{row['peak_mb']:.0f} | {row['first_step_s']:.1f} s |")
+        ratios = [spread(row[key]) if row[key] else "" for key in ("vs_tutorial", "vs_ceiling", "vs_by_hand", "exchange")]
+        print(f"| {row['case'].name()}, {row['workers']} x {row['case'].batch} | {spread(row['images_per_s'], 0)} | {' | '.join(ratios)} | "
+              f"{middle(row['steps_per_s']):.1f} | {row['peak_mb']:.0f} | {row['first_step_s']:.1f} s |")
 
 
 def as_json(row):

@@ -5,12 +5,13 @@ import io
 import os
 import re
 import shutil
+import signal
 import socket
 
 import pytest
 import torch
 from helpers import (DDP_SCRIPTS, PEAK, SCRIPTS, free_port, load_script, load_snapshot, peak_gigabytes, run, script_path,
-                     slurm_step, weights_equal)
+                     slurm_step, start, weights_equal)
 
 LEARNABLE = {  # one epoch that is enough to learn: batch of each of two workers, flags, accuracy to be exceeded
     "cpu_ddp": (16, ["--lr", "0.05"], None),
@@ -91,13 +92,16 @@ def test_bfloat16(flag, tmp_path):
 
 
 def test_own_data_set(tmp_path):
-    """The README's way to a data set of one's own: a sample for an index, read by DataLoader's own processes."""
+    """The README's way to a data set of one's own: a sample for an index, read by DataLoader's own processes.
+
+    torchrun sends SIGTERM to these, too, and the run is saved all the same.
+    """
     text = script_path("fashionmnist_ddp").read_text()
     for line, own in (("class CNN(", "class Mine(TensorDataset):\n    def __getitem__(self, index):\n"
                                      "        assert isinstance(index, int)\n        return super().__getitem__(index)\n\n\nclass CNN("),
                       ("dataset = InMemory(images, labels)", "dataset = Mine(images, labels)"),
                       ("DataLoader(dataset, sampler=batches, batch_size=None)",
-                       "DataLoader(dataset, batch_sampler=batches, num_workers=2)")):
+                       "DataLoader(dataset, batch_sampler=batches, num_workers=2, worker_init_fn=StopSignal.ignore)")):
         assert text.count(line) == 1, line
         text = text.replace(line, own)
     (tmp_path / "mine.py").write_text(text)
@@ -106,6 +110,14 @@ def test_own_data_set(tmp_path):
         result = run(script, *flags, "--checkpoint", tmp_path / name, cwd=tmp_path, timeout=200)
         assert result.status == 0 and (tmp_path / f"{name}.status").read_text() == "finished\n", result
     assert weights_equal(tmp_path / "own", tmp_path / "ours")
+    flags = "--fake-data", 512, "--batch-size", 16, "--epochs", 500, "--log-every", 1, "--checkpoint", tmp_path / "stopped"
+    for step in 19, 39:  # in mid-epoch
+        with start(tmp_path / "mine.py", *flags, launcher="torchrun", workers=2, cwd=tmp_path) as job:
+            job.wait_for(f"\nstep {step}/")
+            job.send(signal.SIGTERM)
+            result = job.finish(60)
+        assert "stopped by a signal" in result.stdout and "Traceback" not in result.stderr, result
+        assert (tmp_path / "stopped.status").read_text() == "preempted\n"
 
 
 @pytest.mark.parametrize("script, launcher", [

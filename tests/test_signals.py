@@ -5,10 +5,11 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import load_snapshot, start
+from helpers import free_port, load_snapshot, start
 from test_chaos import workers_of
 
 TORCHRUN_2 = {"launcher": "torchrun", "workers": 2}
@@ -110,6 +111,31 @@ def test_signal_just_after_the_last_step(script, flags, how, statuses, tmp_path)
     assert (tmp_path / "last.status").read_text() == "finished\n"
     assert load_snapshot(tmp_path / "last")["step"] == 4
     assert "preempted" not in result.stdout and "stopped" not in result.stdout
+
+
+def test_torchrun_killed_while_its_workers_start(tmp_path):
+    """They do not join the next torchrun on that port, and train beside its own workers on the same snapshot."""
+    how = {**TORCHRUN_2, "options": (f"--master-port={free_port()}",)}
+    flags = ("--epochs", 5000, "--save-every", 5000, "--log-every", 1, "--checkpoint", tmp_path / "last")
+
+    def importing(pid):
+        with contextlib.suppress(OSError):
+            return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    with start("cpu_ddp", *flags, **how) as first:
+        end = time.monotonic() + 60
+        while not (len(workers_of(first)) == 2 and all(map(importing, workers_of(first)))):
+            assert time.monotonic() < end, first.describe()
+            time.sleep(0.01)
+        os.kill(first.processes[0].pid, signal.SIGKILL)
+        with start("cpu_ddp", *flags, **how) as second:
+            second.wait_for("\nstep 7/")
+            end = time.monotonic() + 20
+            while first.pids():
+                assert time.monotonic() < end, f"orphans: {first.describe()}"
+                time.sleep(0.1)
+            assert first.output()[0] == "", first.describe()
+            assert "steps 0 to" in second.output()[0]
 
 
 @pytest.mark.parametrize("launcher, stopped", [("srun", 0), ("srun", 1), ("torchrun", None)])
