@@ -116,6 +116,8 @@ ALONE = [  # under plain python
     mistake("fashionmnist_ddp", "--fake-data 100 --nproc 2", "--batch-size"),
     # snapshots
     mistake("cpu_ddp", "--checkpoint {}/folder.pt", "--checkpoint"),
+    mistake("cpu_ddp", "--checkpoint=", "--checkpoint .*empty"),  # a shell variable that is not set
+    mistake("mnist_dp", "--fake-data --checkpoint {}/nowhere/", "--checkpoint .*folder"),
     mistake("cpu_ddp", "--checkpoint {}/file/x.pt", "--checkpoint"),
     mistake("synthetic_ddp", "--checkpoint /proc/x.pt", "--checkpoint"),
     mistake("mnist_dp", "--fake-data --checkpoint {}/file/x.pt", "--checkpoint"),
