@@ -336,6 +336,20 @@ def describe_group():
             f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
 
 
+def average_at_once(state, bucket):
+    """Average a small bucket over the workers, as a hook of DDP: each sends its own to all of them.
+
+    That is one round of messages, where gloo's all_reduce takes 2 * (world_size - 1). On CPUs a small exchange is all
+    waiting for threads to wake up: tests/benchmark.py measures both.
+    """
+    mine, world_size = bucket.buffer(), dist.get_world_size()
+    of_all = mine.new_empty(world_size, len(mine))
+    dist.all_to_all_single(of_all, mine.repeat(world_size, 1))
+    done = torch.futures.Future()
+    done.set_result(torch.mean(of_all, 0, out=mine))  # the same bits everywhere
+    return done
+
+
 def wrap(model, example, compress=False):
     """Return model in DistributedDataParallel, its gradient buckets in their final order.
 
@@ -348,6 +362,8 @@ def wrap(model, example, compress=False):
     ddp_model.broadcast_buffers = False
     if compress:  # in a lambda, since DDP refuses the hook by its name where there is no NCCL
         ddp_model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    elif not example.is_cuda and dist.get_world_size() * sum(p.nbytes for p in model.parameters()) <= 2**18:  # measured
+        ddp_model.register_comm_hook(None, average_at_once)
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
         ddp_model(torch.zeros_like(example)).sum().backward()
