@@ -447,8 +447,8 @@ def describe_group():
 def average_at_once(state, bucket):
     """Average a small bucket over the workers, as a hook of DDP: each sends its own to all of them.
 
-    That is one round of messages, where gloo's all_reduce takes 2 * (world_size - 1). On CPUs a small exchange is all
-    waiting for threads to wake up: tests/benchmark.py measures both.
+    That is one round of messages, where gloo's ring takes 2 * (world_size - 1), and a small exchange is all waiting for
+    threads to wake up. Beyond about 256 KB per worker the more bytes weigh more than the fewer rounds.
     """
     mine, world_size = bucket.buffer(), dist.get_world_size()
     of_all = mine.new_empty(world_size, len(mine))
@@ -470,7 +470,7 @@ def wrap(model, example, compress=False):
     ddp_model.broadcast_buffers = False
     if compress:  # in a lambda, since DDP refuses the hook by its name where there is no NCCL
         ddp_model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-    elif not example.is_cuda and dist.get_world_size() * sum(p.nbytes for p in model.parameters()) <= 2**18:  # measured
+    elif not example.is_cuda and dist.get_world_size() * sum(part.nbytes for part in model.parameters()) <= 2**18:
         ddp_model.register_comm_hook(None, average_at_once)
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
