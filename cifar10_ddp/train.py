@@ -56,7 +56,8 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's 
 
 
 def parse_arguments():
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
+                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--epochs", type=at_least(1), default=30, help="passes over the data")
     add("--batch-size", type=at_least(1), default=128, help="images per worker and step")
@@ -218,8 +219,10 @@ class UserError(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
+    """One that raises UserError: one line, not a page from every worker."""
+
     def error(self, message):
-        raise UserError(f"{message} (see --help)")  # one line, not a page from every worker
+        raise UserError(f"{message} (see --help)")
 
 
 def at_least(minimum, kind=int):
@@ -232,6 +235,7 @@ def at_least(minimum, kind=int):
 
 
 def one_line(error):
+    """Return what an exception says, on one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -273,6 +277,7 @@ def launch(main):
 
 # --- shared: worker ---
 class Worker(NamedTuple):
+    """Who this process is, among all workers and among those of its machine."""
     rank: int
     local_rank: int
     world_size: int
@@ -523,6 +528,7 @@ class Progress:
         self.interval = 1  # steps between two reductions
 
     def start_epoch(self, step):
+        """Forget what was added: an epoch begins, or goes on, after this step."""
         self.loss = self.hits = self.count = 0
         self.totals, self.step = [0.0, 0.0, 0.0], step
         self.start = self.time = time.perf_counter()
@@ -544,7 +550,7 @@ class Progress:
         dist.all_reduce(mine)
         *sums, stopped, worker_seconds = mine.tolist()
         if not math.isfinite(sums[0]):
-            raise UserError(f"the loss is {sums[0]} at step {step}: lower --lr, or go on from the last snapshot with less")
+            raise UserError(f"the loss is {sums[0]} at step {step}: lower --lr and start over with --fresh")
         self.totals = [total + new for total, new in zip(self.totals, sums)]
         steps_per_second = steps * dist.get_world_size() / worker_seconds
         self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
@@ -596,10 +602,15 @@ def save_is_due(args, step, steps_per_epoch):
 
 
 def save_snapshot(path, step, run, parts):
-    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before."""
+    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before.
+
+    UserError, with both files as they were, where the weights are not finite or the disk does not take them.
+    """
     if path:
-        data = io.BytesIO()
-        torch.save({"step": step, "run": run, **{name: part.state_dict() for name, part in parts.items()}}, data)
+        data, state = io.BytesIO(), {name: part.state_dict() for name, part in parts.items()}
+        if not all(tensor.isfinite().all() for tensor in state["model"].values()):  # which would be resumed for ever
+            raise UserError(f"the weights are not finite after step {step}: lower --lr and start over with --fresh")
+        torch.save({"step": step, "run": run, **state}, data)
         write_whole(path, data.getbuffer(), previous=f"{path}.previous")
 
 

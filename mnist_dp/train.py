@@ -50,7 +50,8 @@ FILES = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
 
 
 def parse_arguments():
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
+                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--epochs", type=at_least(1), default=5, help="passes over the data")
     add("--batch-size", type=at_least(1), default=128, help="images per step, over all GPUs")
@@ -83,6 +84,8 @@ class CNN(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):  # DataParallel's threads know that, but would take float16
+            torch.set_autocast_dtype(x.device.type, torch.bfloat16)
         x = F.relu(self.conv1(x))
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = torch.flatten(self.dropout1(x).movedim(1, 3), 1)  # in the order of channels_last: nothing is copied
@@ -183,7 +186,7 @@ def main():
             stopped = stop.seen()
             if stopped or save_is_due(args, step, steps_per_epoch):
                 if not loss.isfinite():
-                    raise UserError(f"the loss is {loss.item()} at step {step}: lower --lr, or go on from the last snapshot with less")
+                    raise UserError(f"the loss is {loss.item()} at step {step}: lower --lr and start over with --fresh")
                 save_snapshot(args.checkpoint, step, run, parts)
             if stopped and step < total_steps:
                 set_status(args.checkpoint, "preempted")
@@ -210,8 +213,10 @@ class UserError(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
+    """One that raises UserError: one line, not a page from every worker."""
+
     def error(self, message):
-        raise UserError(f"{message} (see --help)")  # one line, not a page from every worker
+        raise UserError(f"{message} (see --help)")
 
 
 def at_least(minimum, kind=int):
@@ -224,6 +229,7 @@ def at_least(minimum, kind=int):
 
 
 def one_line(error):
+    """Return what an exception says, on one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -265,6 +271,7 @@ def launch(main):
 
 # --- shared: worker ---
 class Worker(NamedTuple):
+    """Who this process is, among all workers and among those of its machine."""
     rank: int
     local_rank: int
     world_size: int
@@ -410,10 +417,15 @@ def save_is_due(args, step, steps_per_epoch):
 
 
 def save_snapshot(path, step, run, parts):
-    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before."""
+    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before.
+
+    UserError, with both files as they were, where the weights are not finite or the disk does not take them.
+    """
     if path:
-        data = io.BytesIO()
-        torch.save({"step": step, "run": run, **{name: part.state_dict() for name, part in parts.items()}}, data)
+        data, state = io.BytesIO(), {name: part.state_dict() for name, part in parts.items()}
+        if not all(tensor.isfinite().all() for tensor in state["model"].values()):  # which would be resumed for ever
+            raise UserError(f"the weights are not finite after step {step}: lower --lr and start over with --fresh")
+        torch.save({"step": step, "run": run, **state}, data)
         write_whole(path, data.getbuffer(), previous=f"{path}.previous")
 
 

@@ -56,6 +56,6 @@ echo
 
 # gloo needs the interface, where the node's name does not tell it.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$(ip -oneline address | sed -n "s/^[0-9]*: *\([^ ]*\) .* ${address//./\\.}\/.*/\1/p")}
-export OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
 exec torchrun --nnodes="$nodes" --nproc-per-node="$workers" --node-rank=0 --master-addr="$address" --master-port="$port" \
     "$script" "$@"

@@ -41,6 +41,6 @@ workers=${WORKERS_PER_NODE:-$((gpus ? gpus : cores))}
 
 # gloo needs the interface, where the node's name does not tell it.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$(ip -oneline route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p')}
-export OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
 exec torchrun --nnodes="$nodes" --nproc-per-node="$workers" --node-rank="$rank" --master-addr="$address" --master-port="$port" \
     "$script" "$@"

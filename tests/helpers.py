@@ -22,7 +22,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("cpu_ddp", "mnist_dp", "cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp")
 DDP_SCRIPTS = tuple(name for name in SCRIPTS if name != "mnist_dp")
-WITH_DATA = ("mnist_dp", "cifar10_ddp", "fashionmnist_ddp")  # that know --data-dir and --fake-data
 LAUNCHER_VARIABLES = re.compile(r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP)_|RANK$|WORLD_SIZE$|CUDA_VISIBLE_DEVICES$")
 
 

@@ -159,10 +159,6 @@ class Machine:
         """The network cable is pulled."""
         subprocess.run(self.lab.on_head_network("ip", "link", "set", self.name, "down"), check=True, timeout=10)
 
-    def heal(self):
-        """And plugged in again."""
-        subprocess.run(self.lab.on_head_network("ip", "link", "set", self.name, "up"), check=True, timeout=10)
-
     def inside(self, *command):
         return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--ipc", "--cgroup", "--pid",
                 *command]

@@ -49,6 +49,9 @@ def test_render_mistakes_are_one_line(tmp_path):
     for arguments in ([], ["a", "b"], [tmp_path / "absent"], [tmp_path / "plain.yaml"]):
         done = subprocess.run(["bash", FOLDER / "render.sh", *arguments], capture_output=True, text=True, timeout=30)
         assert done.returncode != 0 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    for arguments in "--fresh", "--samples=64 --fresh --seed=1":
+        done = lab.render(FOLDER / "pod.yaml-template", **{**VARIABLES, "ARGS": arguments})
+        assert done.returncode != 0 and done.stdout == "" and "another JOB_NAME" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -123,8 +123,9 @@ ALONE = [  # under plain python
     mistake("mnist_dp", "--fake-data --checkpoint {}/file/x.pt", "--checkpoint"),
     mistake("cpu_ddp", "--checkpoint /dev/null", "--checkpoint"),
     mistake("cpu_ddp", "--checkpoint {}/text.pt", "--fresh"),
-    mistake("cpu_ddp", "--lr 1e9", "lower --lr"),  # the loss becomes infinite
-    mistake("mnist_dp", "--fake-data 64 --lr 1e9 --batch-size 8", "lower --lr"),
+    mistake("cpu_ddp", "--lr 1e9", "lower --lr.*--fresh"),  # the loss becomes infinite
+    mistake("mnist_dp", "--fake-data 64 --lr 1e9 --batch-size 8", "lower --lr.*--fresh"),
+    mistake("cpu_ddp", "--check x", "--check"),  # no abbreviations: the sbatch files look for --checkpoint
     mistake("cpu_ddp", "--checkpoint {}/damaged.pt", "--fresh"),
     mistake("cpu_ddp", "--checkpoint {}/weights.pt", "--fresh"),
     mistake("synthetic_ddp", "--checkpoint {}/batch3.pt", "--fresh"),  # another script's

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 
 import pytest
 import torch
@@ -89,6 +90,23 @@ def test_bfloat16(flag, tmp_path):
         assert run("cpu_ddp", "--checkpoint", tmp_path / name, *flags, launcher="torchrun", workers=2, timeout=100).status == 0
     assert not weights_equal(tmp_path / "float32", tmp_path / "bfloat16")
     assert weights_equal(tmp_path / "float32", tmp_path / "bfloat16", tolerance=0.02)
+
+
+def test_bfloat16_in_the_threads_of_data_parallel():
+    """They know that autocast is on, and take its default for GPUs, float16, where the model does not say otherwise."""
+    model = load_script("mnist_dp").CNN()
+    types = []
+
+    def thread():
+        torch.set_autocast_dtype("cpu", torch.float16)  # stands for a GPU's
+        for enabled in True, False:
+            with torch.autocast("cpu", enabled=enabled):
+                types.append(model(torch.zeros(1, 1, 28, 28)).dtype)
+
+    worker = threading.Thread(target=thread)
+    worker.start()
+    worker.join()
+    assert types == [torch.bfloat16, torch.float32]
 
 
 def test_own_data_set(tmp_path):

@@ -262,7 +262,8 @@ def test_synthetic_with_a_checkpoint_of_its_own(lab, project, here, outside):
 def test_synthetic_measures(lab, project, here):
     job = submit(lab, project, here, "synthetic", "--model", "squeezenet1_1", "--image-size", 32, "--steps", 2)
     completed(lab, here, job)
-    assert "images/s" in output(lab, job)
+    speed, step = map(float, re.search(r"([\d.]+) images/s \| step ([\d.]+) ms", output(lab, job).replace(",", "")).groups())
+    assert speed == pytest.approx(32 * 1000 / step, rel=0.02)  # one worker's batch
 
 
 def test_container(lab, project, here, outside):
@@ -409,6 +410,16 @@ def test_preempted_while_the_workers_start(lab, project, here, outside):
     assert_same(output(lab, job), snapshot, outside("cpu_ddp", *LINEAR))
 
 
+def test_no_requeue(lab, project, here):
+    """Stopped, it stays down, and says how to go on."""
+    job = submit(lab, project, here, "cpu", "--epochs", 1000, "--samples", 256, options=["--no-requeue"], SCRIPT=slow(project))
+    wait_for_epoch(lab, job)
+    lab.sh(f"scancel --batch --signal=USR1 {job}")
+    lab.wait(job, "FAILED", timeout=90)
+    assert restarts(lab, job) == 0 and (here / f"cpu-{job}.pt.status").read_text() == "preempted\n"
+    assert output(lab, job).splitlines()[-1].endswith(f"sbatch … --checkpoint {here}/cpu-{job}.pt goes on")
+
+
 def test_scancel_ends_a_job(lab, project, here):
     jobs = [submit(lab, project, here, name, "--epochs", 1000, "--samples", 256, SCRIPT=slow(project))
             for name in ("cpu", "cifar10-srun")]
@@ -515,7 +526,6 @@ def test_hyperpod_resumes_by_itself(lab, project, here):
     tools.mkdir()
     (tools / "srun").write_text(f"#!/bin/sh\necho \"$*\" >>{shlex.quote(str(here))}/arguments\n")
     (tools / "srun").chmod(0o755)
-    path = f"{tools}:{os.environ['PATH']}"
     (here / "opt/sagemaker_cluster").mkdir(parents=True)
     try:
         for hyperpod in False, True:

@@ -212,7 +212,7 @@ SHORT = ("--samples", "64", "--batch-size", "8", "--epochs", "4", "--save-every"
 
 
 def test_bad_snapshots_end_a_run_with_one_line(tmp_path):
-    """Eight processes at once: each ends with one line of its own, soon, and leaves the file alone."""
+    """Nine processes at once: each ends with one line of its own, soon, and leaves the file alone."""
     good = tmp_path / "good"
     assert run("cpu_ddp", *SHORT, "--checkpoint", good).status == 0
     bomb = tmp_path / "executed"
@@ -223,7 +223,8 @@ def test_bad_snapshots_end_a_run_with_one_line(tmp_path):
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
-    cases = [("cpu_ddp", name, ()) for name in bad] + [("cpu_ddp", "folder", ()), ("cpu_ddp", "good", ("--seed", "7")), ("cpu_ddp", "good", ("--batch-size", "16", "--lr", "0.5")),
+    (tmp_path / "unreadable").symlink_to("unreadable")  # for root, too
+    cases = [("cpu_ddp", name, ()) for name in bad] + [("cpu_ddp", "unreadable", ())] + [("cpu_ddp", "folder", ()), ("cpu_ddp", "good", ("--seed", "7")), ("cpu_ddp", "good", ("--batch-size", "16", "--lr", "0.5")),
                                                        ("synthetic_ddp", "good", ())]
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     jobs = [start(name, *(SHORT + flags), "--checkpoint", tmp_path / file) for name, file, flags in cases]
@@ -240,6 +241,17 @@ def test_bad_snapshots_end_a_run_with_one_line(tmp_path):
             job.__exit__()
     assert not bomb.exists(), "a snapshot was executed"
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """Saved, they would be resumed for ever: the loss is looked at about once a second, and here every step is saved."""
+    last = tmp_path / "last"
+    result = run("cpu_ddp", "--lr", "1e9", "--save-every-steps", 1, "--checkpoint", last, launcher="torchrun", workers=2)
+    assert result.status == 1 and len(result.errors) == 1 and "--fresh" in result.errors[0], result
+    for path in last, tmp_path / "last.previous":
+        assert all(tensor.isfinite().all() for tensor in load_snapshot(path)["model"].values())
+    result = run("cpu_ddp", *SHORT, "--checkpoint", last, "--fresh")
+    assert result.status == 0, result
 
 
 def test_damaged_snapshot_falls_back_to_the_previous_one_on_all_workers(tmp_path):

@@ -23,6 +23,7 @@ for variable in $variables; do
         missing+=" $name"
     fi
 done
+[[ " ${ARGS:-} " != *" --fresh "* ]] || die "--fresh in ARGS would start over whenever a pod comes back: take another JOB_NAME"
 [ -z "$missing" ] || die "set and export$missing (README.md explains them)"
 
 envsubst "$variables" <"$template"
