@@ -11,8 +11,11 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from helpers import (DDP_SCRIPTS, PEAK, SCRIPTS, free_port, load_script, load_snapshot, peak_gigabytes, run, script_path,
                      slurm_step, start, weights_equal)
+from torch.nn.parallel import DistributedDataParallel
 
 LEARNABLE = {  # one epoch that is enough to learn: batch of each of two workers, flags, accuracy to be exceeded
     "cpu_ddp": (16, ["--lr", "0.05"], None),
@@ -81,6 +84,32 @@ def test_more_epochs(tmp_path):
     assert moved[1][1] == 128 and (moved[0][0] - moved[1][0]).abs().max() > 1e-3
     result = run("cpu_ddp", "--epochs", 2, "--checkpoint", tmp_path / "it", timeout=60)
     assert result.status == 0 and "already finished" in result.stdout
+
+
+def average_as_ddp(rank, workers, store):
+    """One worker of test_small_models_are_averaged_as_by_ddp."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
+    script = load_script("cpu_ddp")
+    for kind, value in ((torch.float32, 0.1), (torch.float64, 0.1), (torch.float16, 40_000), ("sparse", 0.1)):
+        gradients = []
+        for wrap in lambda model, _: DistributedDataParallel(model), script.wrap:
+            torch.manual_seed(0)
+            model = torch.nn.Embedding(5, 3, sparse=True) if kind == "sparse" else torch.nn.Linear(5, 3).to(kind)
+            x = torch.tensor([0, 2 + rank]) if kind == "sparse" else torch.full((1, 5), value * (1 if value > 1 else rank + 1), dtype=kind)
+            ddp_model = wrap(model, x)  # held: without it nothing is exchanged
+            ddp_model(x).sum().backward()
+            gradients.append(model.weight.grad.to_dense())
+        assert gradients[0].isfinite().all() and gradients[0].abs().sum() > 0
+        assert torch.allclose(*gradients, rtol=1e-3 if kind == torch.float16 else 1e-6), (kind, gradients)
+        everyones = [torch.empty_like(gradients[1]) for _ in range(workers)]
+        dist.all_gather(everyones, gradients[1])
+        assert all(other.equal(gradients[1]) for other in everyones), kind
+
+
+@pytest.mark.parametrize("workers", (2, 3))
+def test_small_models_are_averaged_as_by_ddp(workers, tmp_path):
+    """Whatever the type of the gradients: their one round of messages comes to what DDP's own exchange does, everywhere."""
+    mp.spawn(average_as_ddp, (workers, tmp_path / "store"), workers)
 
 
 @pytest.mark.parametrize("flag", ("--bf16", "--compress"))
