@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 def cases(quick):
     """Return what there is to measure. Where the tutorial's code is not printed, DataLoader's defaults are its."""
-    cifar_batch, pixels = (8, 64) if quick else (128, 224)
+    cifar_batch, resnet_batch, pixels = (8, 8, 64) if quick else (128, 32, 224)
     resnet = "--model", "resnet18", "--image-size", str(pixels)
     at_ceiling = {} if quick else {"vs_ceiling": 0.93}  # the exchange weighs more on a smaller batch
     everything = [
@@ -86,8 +86,8 @@ def cases(quick):
         Case("cifar10_ddp", "bf16", cifar_batch, 8),
         Case("fashionmnist_ddp", "fp32", 64, 4, 2, bars={"vs_tutorial": 1.25, "vs_ceiling": 0.93}),
         Case("fashionmnist_ddp", "bf16", 64, 4, 2, bars={"vs_tutorial": 2.0}),
-        Case("synthetic_ddp", "fp32", 32, flags=resnet, label=" resnet18", bars=at_ceiling),
-        Case("synthetic_ddp", "bf16", 32, flags=resnet, label=" resnet18"),
+        Case("synthetic_ddp", "fp32", resnet_batch, flags=resnet, label=" resnet18", bars=at_ceiling),
+        Case("synthetic_ddp", "bf16", resnet_batch, flags=resnet, label=" resnet18"),
         Case("synthetic_ddp", "fp32", 32, label=" MLP"),
     ]
     return [case for case in everything if not quick or case.bars or case.precision == "fp32" and case.label != " MLP"]
