@@ -196,7 +196,7 @@ def train(worker, args):
     restore(snapshot, parts)
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
-    ddp_model = wrap(model, prepare(images[:batch_size]), args.compress)
+    ddp_model = wrap(model, prepare(images[:2]), args.compress)
     sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
     progress = Progress(args, StopSignal(), device, steps_per_epoch)
     while step < total_steps:
@@ -279,12 +279,14 @@ def launch(main):
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
         problem = str(error) if error.speaks or not dist.is_initialized() else None
     except RuntimeError as error:
-        if re.search("out of memory|can't allocate memory", str(error)):
+        if re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
+        elif "deterministic implementation" in str(error):
+            problem = f"{str(error).split(',')[0]}: leave out --deterministic, or take another model"
         elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
             problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
-                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>); start again")
+                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, with GPUs NCCL_SOCKET_IFNAME); start again")
         else:
             raise
         rank = int(os.environ.get("RANK", 0))
@@ -369,7 +371,7 @@ def keep_memory():
 def pick_device(worker, deterministic):
     """Return this worker's device and its backend: its GPU and nccl, or the CPU and gloo.
 
-    UserError where a node has fewer GPUs than workers, unless Slurm shows each task one of its own.
+    UserError where a GPU cannot be used, or a node has fewer than workers, unless Slurm shows each task one of its own.
     """
     gpus = torch.cuda.device_count()
     if not gpus:
@@ -383,7 +385,12 @@ def pick_device(worker, deterministic):
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    torch.cuda.set_device(index)
+    try:
+        torch.cuda.set_device(index)
+        torch.ones(1, device="cuda").item()
+    except RuntimeError as error:  # an old driver, a GPU that is too old or not ours, for example
+        raise UserError(f"GPU {index} cannot be used ({one_line(error)}): see nvidia-smi for its driver and its users, or set "
+                        "CUDA_VISIBLE_DEVICES= to use the CPU") from error
     return torch.device("cuda", index), "nccl"
 
 
@@ -472,12 +479,12 @@ def wrap(model, example, compress=False):
     """Return model in DistributedDataParallel, its gradient buckets in their final order.
 
     DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
-    zeros like `example`, a resumed run sums as the undisturbed one. BatchNorm's buffers are not broadcast
-    every step: nobody reads them before the evaluation. Small buckets start the exchange sooner, which helps on
-    CPUs; on GPUs DDP's default of 25 MB is better. With compress, gradients travel in bfloat16: half the bytes.
-    On CPUs a small model's are averaged in one round.
+    zeros like `example`, a resumed run sums as the undisturbed one. Two samples will do: BatchNorm needs more than one.
+    Its buffers are not broadcast every step: nobody reads them before the evaluation. Small buckets start the exchange
+    sooner, which helps on CPUs; on GPUs DDP's default is better. With compress, gradients travel in bfloat16: half the
+    bytes. On CPUs a small model's are averaged in one round.
     """
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25 if example.is_cuda else 1)
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=None if example.is_cuda else 1)
     ddp_model.broadcast_buffers = False
     if compress:  # in a lambda, since DDP refuses the hook by its name where there is no NCCL
         ddp_model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
@@ -572,9 +579,9 @@ class Progress:
         logs, steps = step % self.args.log_every == 0, step - self.step
         if step % self.steps_per_epoch and not logs and steps < self.interval:
             return False
+        mine = [float(self.loss), float(self.hits), self.count, self.stop.seen()]  # waits for a GPU, before the clock is read
         seconds = time.perf_counter() - self.time
-        mine = torch.tensor([0, 0, self.count, self.stop.seen(), seconds], dtype=torch.float64, device=self.device)
-        mine[0], mine[1] = self.loss, self.hits
+        mine = torch.tensor([*mine, seconds], dtype=torch.float64, device=self.device)
         dist.all_reduce(mine)
         *sums, stopped, worker_seconds = mine.tolist()
         if not math.isfinite(sums[0]):
@@ -732,7 +739,7 @@ class InMemory(TensorDataset):
     """Gives a whole batch for a list of indices. index_select copies whole images: on a CPU 10 times faster than [indices]."""
 
     def __getitem__(self, indices):
-        indices = torch.as_tensor(indices, device=self.tensors[0].device)
+        indices = torch.as_tensor(indices).to(self.tensors[0].device, non_blocking=True)  # a GPU's queue is not waited for
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 

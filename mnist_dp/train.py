@@ -108,7 +108,15 @@ def pick_devices(device_ids, deterministic):
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    return list(range(gpus)) if device_ids is None else device_ids
+    device_ids = list(range(gpus)) if device_ids is None else device_ids
+    try:
+        for index in reversed(device_ids):  # the first stays the current one
+            torch.cuda.set_device(index)
+            torch.ones(1, device="cuda").item()
+    except RuntimeError as error:  # an old driver, a GPU that is too old or not ours, for example
+        raise UserError(f"GPU {index} cannot be used ({one_line(error)}): see nvidia-smi for its driver and its users, name others "
+                        "by --device-ids, or set CUDA_VISIBLE_DEVICES= to use the CPU") from error
+    return device_ids
 
 
 @torch.no_grad()
@@ -180,9 +188,10 @@ def main():
             sums += torch.stack([loss.detach() * len(y), (logits.argmax(1) == y).sum()])
             count += len(y)
             if step % args.log_every == 0:
+                loss_now = loss.item()  # waits for a GPU, before the clock is read
                 speed = count / (time.perf_counter() - start)
                 left = timedelta(seconds=round((total_steps - step) * args.batch_size / speed))
-                print(f"step {step}/{total_steps}  loss {loss.item():.4f}  {speed:,.0f} images/s  {left} left")
+                print(f"step {step}/{total_steps}  loss {loss_now:.4f}  {speed:,.0f} images/s  {left} left")
             stopped = stop.seen()
             if stopped or save_is_due(args, step, steps_per_epoch):
                 if not loss.isfinite():
@@ -248,12 +257,14 @@ def launch(main):
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
         problem = str(error) if error.speaks or not dist.is_initialized() else None
     except RuntimeError as error:
-        if re.search("out of memory|can't allocate memory", str(error)):
+        if re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
+        elif "deterministic implementation" in str(error):
+            problem = f"{str(error).split(',')[0]}: leave out --deterministic, or take another model"
         elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
             problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
-                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>); start again")
+                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, with GPUs NCCL_SOCKET_IFNAME); start again")
         else:
             raise
         rank = int(os.environ.get("RANK", 0))
@@ -494,7 +505,7 @@ class InMemory(TensorDataset):
     """Gives a whole batch for a list of indices. index_select copies whole images: on a CPU 10 times faster than [indices]."""
 
     def __getitem__(self, indices):
-        indices = torch.as_tensor(indices, device=self.tensors[0].device)
+        indices = torch.as_tensor(indices).to(self.tensors[0].device, non_blocking=True)  # a GPU's queue is not waited for
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
 

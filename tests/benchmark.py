@@ -15,8 +15,8 @@ Workers stay up and run in turn, with the same layers, batch, number of samples 
 so that a busy moment of the machine hits all of them. A ratio is the median of the ratios within a round. The tutorial's
 loop runs in float32 in all rows, and in processes of its own, because keep_memory() changes a whole process.
 Memory and the time to the first step are those of the real command, started for the purpose. Images are
-generated, and the data set's own size is not in the memory. synthetic_ddp's rows are `--model resnet18`, where the
-script has no input path and tells its median step, and the MLP.
+generated, and the memory holds one step's, on a GPU those of a whole measurement. synthetic_ddp's rows are
+`--model resnet18`, where the script has no input path and tells its median step, and the MLP.
 
 Exit status: 0, or 1 where a bar is missed (not with --no-bars).
 """

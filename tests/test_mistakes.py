@@ -208,6 +208,27 @@ def test_one_node_lacks_the_data(places):
     assert error_lines(result.stderrs[1])
 
 
+def changed(tmp_path, change, script):
+    """A program that is this script after a change to torch."""
+    program = tmp_path / "program.py"
+    program.write_text(f"import runpy, sys, torch\n{change}\nrunpy.run_path({str(script_path(script))!r}, run_name='__main__')\n")
+    return program
+
+
+@pytest.mark.parametrize("script", ("mnist_dp", "cifar10_ddp", "synthetic_ddp"))
+@pytest.mark.skipif(not torch.version.cuda or torch.cuda.is_available(), reason="needs PyTorch with CUDA, and no GPU")
+def test_gpu_that_cannot_be_used(script, tmp_path):
+    """One is there, as NVML would say, but CUDA does not start on it: here for want of any driver."""
+    program = changed(tmp_path, "torch.cuda.device_count = lambda: 1", script)
+    assert_one_error(run(program, *["--fake-data"] * (script != "synthetic_ddp"), timeout=SECONDS), "GPU 0.*driver.*CUDA_VISIBLE_DEVICES=")
+
+
+def test_model_that_is_not_deterministic(tmp_path):
+    change = ("torch.use_deterministic_algorithms(True)\n"
+              "torch.nn.functional.mse_loss = lambda x, y: x.clone().put_(torch.tensor([0]), torch.ones(1)).sum()")
+    assert_one_error(run(changed(tmp_path, change, "cpu_ddp"), timeout=SECONDS), "put_.*leave out --deterministic")
+
+
 def test_no_node_has_the_data(places):
     result = in_a_step("cifar10_ddp", "--data-dir", places / "empty")
     assert_one_error(result, rf"empty.*rank 0 on {re.escape(socket.gethostname())}")

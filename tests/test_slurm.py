@@ -279,13 +279,15 @@ PATH={sys.prefix}/bin:$PATH exec {real} "${{rest[@]}}"
 """)
     (tools / "srun").chmod(0o755)
     (here / "pytorch.sqsh").touch()
-    job = submit(lab, project, here, "cpu-container", *LINEAR, options=["--nodes=2"],
+    kept = here.parent / "snapshots"  # which is not there yet
+    snapshot = kept / "run.pt"
+    job = submit(lab, project, here, "cpu-container", *LINEAR, "--checkpoint", snapshot, options=["--nodes=2"],
                  PATH=f"{tools}:{os.environ['PATH']}")
-    snapshot = completed(lab, here, job)
-    assert (here / "options").read_text().splitlines() == [
-        f"--container-image={here}/pytorch.sqsh",
-        f"--container-mounts={project}/cpu_ddp:{project}/cpu_ddp,{here}:{here}",
-        f"--container-workdir={here}"]
+    completed(lab, here, job)
+    image, mounts, workdir = (here / "options").read_text().splitlines()
+    assert (image, workdir) == (f"--container-image={here}/pytorch.sqsh", f"--container-workdir={here}")
+    assert sorted(mounts.removeprefix("--container-mounts=").split(",")) == sorted(
+        f"{folder}:{folder}" for folder in (here, kept, project / "cpu_ddp"))
     assert_same(output(lab, job), snapshot, outside("cpu_ddp", *LINEAR, workers=2))
 
 
