@@ -267,7 +267,7 @@ def launch(main):
             problem = "out of memory: lower --batch-size or start more workers"
         elif "deterministic implementation" in str(error):
             problem = f"{str(error).split(',')[0]}: leave out --deterministic, or take another model"
-        elif isinstance(error, dist.DistError) or re.search("gloo|NCCL|Connection|[Tt]imed out", str(error)):
+        elif isinstance(error, dist.DistError) or re.search("(?i)gloo|nccl|connection|timed out", str(error)):
             problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
                        "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, with GPUs NCCL_SOCKET_IFNAME); start again")
