@@ -197,14 +197,14 @@ def launch(main):
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
         problem = str(error) if error.speaks or not dist.is_initialized() else None
     except RuntimeError as error:
-        if re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error)):
+        if re.search(r"out of memory|can't allocate memory|ALLOC\w*_FAILED", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
-        elif "deterministic implementation" in str(error):
-            problem = f"{str(error).split(',')[0]}: leave out --deterministic, or take another model"
+        elif found := re.search("[^\n:]* does not have a deterministic implementation", str(error)):
+            problem = f"{found[0].strip()}: leave out --deterministic, or take another model"
         elif isinstance(error, dist.DistError) or re.search("(?i)gloo|nccl|connection|timed out", str(error)):
             problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
-                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, with GPUs NCCL_SOCKET_IFNAME); start again")
+                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, for GPUs NCCL_SOCKET_IFNAME)")
         else:
             raise
         rank = int(os.environ.get("RANK", 0))
@@ -364,9 +364,9 @@ def wrap(model, example, compress=False):
 
     DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
     zeros like `example`, a resumed run sums as the undisturbed one. Two samples will do: BatchNorm needs more than one.
-    Its buffers are not broadcast every step: nobody reads them before the evaluation. Small buckets start the exchange
-    sooner, which helps on CPUs; on GPUs DDP's default is better. With compress, gradients travel in bfloat16: half the
-    bytes. On CPUs a small model's are averaged in one round.
+    Its buffers are not broadcast every step: nobody reads them before the evaluation. On CPUs small buckets start the
+    exchange sooner; on GPUs DDP's default stays. With compress, gradients travel in bfloat16: half the bytes. On CPUs a
+    small model's are averaged in one round.
     """
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=None if example.is_cuda else 1)
     ddp_model.broadcast_buffers = False

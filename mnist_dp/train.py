@@ -113,7 +113,7 @@ def pick_devices(device_ids, deterministic):
         for index in reversed(device_ids):  # the first stays the current one
             torch.cuda.set_device(index)
             torch.ones(1, device="cuda").item()
-    except RuntimeError as error:  # an old driver, a GPU that is too old or not ours, for example
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:  # an old driver, a lost GPU or somebody else's, for example
         raise UserError(f"GPU {index} cannot be used ({one_line(error)}): see nvidia-smi for its driver and its users, name others "
                         "by --device-ids, or set CUDA_VISIBLE_DEVICES= to use the CPU") from error
     return device_ids
@@ -257,14 +257,14 @@ def launch(main):
             time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
         problem = str(error) if error.speaks or not dist.is_initialized() else None
     except RuntimeError as error:
-        if re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error)):
+        if re.search(r"out of memory|can't allocate memory|ALLOC\w*_FAILED", str(error)):
             problem = "out of memory: lower --batch-size or start more workers"
-        elif "deterministic implementation" in str(error):
-            problem = f"{str(error).split(',')[0]}: leave out --deterministic, or take another model"
+        elif found := re.search("[^\n:]* does not have a deterministic implementation", str(error)):
+            problem = f"{found[0].strip()}: leave out --deterministic, or take another model"
         elif isinstance(error, dist.DistError) or re.search("(?i)gloo|nccl|connection|timed out", str(error)):
             problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
-                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, with GPUs NCCL_SOCKET_IFNAME); start again")
+                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, for GPUs NCCL_SOCKET_IFNAME)")
         else:
             raise
         rank = int(os.environ.get("RANK", 0))

@@ -215,12 +215,17 @@ def changed(tmp_path, change, script):
     return program
 
 
+LOST = "torch.cuda.set_device = lambda *_: (_ for _ in ()).throw(torch.cuda.DeferredCudaCallError('it is lost'))"
+
+
 @pytest.mark.parametrize("script", ("mnist_dp", "cifar10_ddp", "synthetic_ddp"))
+@pytest.mark.parametrize("change, problem", (("", "no NVIDIA driver"), (LOST, "it is lost")), ids=("no driver", "lost"))
 @pytest.mark.skipif(not torch.version.cuda or torch.cuda.is_available(), reason="needs PyTorch with CUDA, and no GPU")
-def test_gpu_that_cannot_be_used(script, tmp_path):
+def test_gpu_that_cannot_be_used(script, change, problem, tmp_path):
     """One is there, as NVML would say, but CUDA does not start on it: here for want of any driver."""
-    program = changed(tmp_path, "torch.cuda.device_count = lambda: 1", script)
-    assert_one_error(run(program, *["--fake-data"] * (script != "synthetic_ddp"), timeout=SECONDS), "GPU 0.*driver.*CUDA_VISIBLE_DEVICES=")
+    program = changed(tmp_path, f"torch.cuda.device_count = lambda: 1\n{change}", script)
+    result = run(program, *["--fake-data"] * (script != "synthetic_ddp"), timeout=SECONDS)
+    assert_one_error(result, f"GPU 0.*{problem}.*CUDA_VISIBLE_DEVICES=")
 
 
 def test_model_that_is_not_deterministic(tmp_path):
