@@ -653,8 +653,8 @@ def read_snapshot(path):
     """Return the state at path. Raises FileNotFoundError, or something else where the file is not whole."""
     with open(path, "rb") as file:
         data = io.BytesIO(file.read())
-    with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums
-        if archive.testzip():
+    with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums, and reads nothing that is marked a folder
+        if archive.testzip() or any(entry.external_attr & 0x10 for entry in archive.infolist()):
             raise ValueError("wrong checksum")
     data.seek(0)
     state = torch.load(data, map_location="cpu", weights_only=True)  # executes nothing
