@@ -2,7 +2,7 @@
 """Measure every script beside its tutorial's own loop and beside what the machine can do, in one run.
 
     python tests/benchmark.py                       # all scripts, a table, and the bars they must reach
-    python tests/benchmark.py --quick               # under 2 minutes: smaller batches, fewer rounds
+    python tests/benchmark.py --quick               # 2 to 3 minutes: smaller batches, fewer rounds
     python tests/benchmark.py --only cpu_ddp fashionmnist_ddp --json results.json
     python tests/benchmark.py --accuracy            # also: seconds to 90 % and 92 % on the real Fashion-MNIST
 
@@ -633,7 +633,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     names = sorted({case.script for case in cases(False)})
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SCRIPT", help="measure these scripts alone")
-    parser.add_argument("--quick", action="store_true", help="smaller batches, fewer rounds: under 2 minutes")
+    parser.add_argument("--quick", action="store_true", help="smaller batches, fewer rounds: 2 to 3 minutes")
     parser.add_argument("--accuracy", action="store_true", help="train the real Fashion-MNIST to 90 %% and 92 %%, too")
     parser.add_argument("--data-dir", metavar="DIR", help=f"folder with FashionMNIST/raw (default: made of {DEBIAN}, if it is there)")
     parser.add_argument("--seeds", type=int, default=3, help="with --accuracy: runs of each")
