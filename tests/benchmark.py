@@ -2,7 +2,7 @@
 """Measure every script beside its tutorial's own loop and beside what the machine can do, in one run.
 
     python tests/benchmark.py                       # all scripts, a table, and the bars they must reach
-    python tests/benchmark.py --quick               # 2 to 3 minutes: smaller batches, fewer rounds
+    python tests/benchmark.py --quick               # under 2 minutes: one row per script, smaller batches, fewer rounds
     python tests/benchmark.py --only cpu_ddp fashionmnist_ddp --json results.json
     python tests/benchmark.py --accuracy            # also: seconds to 90 % and 92 % on the real Fashion-MNIST
 
@@ -67,6 +67,7 @@ class Case(NamedTuple):
     items: int = 0  # how many .item() the tutorial calls per step
     flags: tuple = ()  # of the script
     label: str = ""
+    explained: bool = False  # also measure the step by hand and the exchange
     bars: dict = {}  # least vs_tutorial, vs_ceiling
 
     def name(self):
@@ -75,22 +76,22 @@ class Case(NamedTuple):
 
 def cases(quick):
     """Return what there is to measure. Where the tutorial's code is not printed, DataLoader's defaults are its."""
-    cifar_batch, resnet_batch, pixels = (8, 8, 64) if quick else (128, 32, 224)
-    resnet = "--model", "resnet18", "--image-size", str(pixels)
-    at_ceiling = {} if quick else {"vs_ceiling": 0.93}  # the exchange weighs more on a smaller batch
+    cifar_batch, resnet_batch, pixels = (2, 4, 32) if quick else (128, 32, 224)
+    resnet = {"flags": ("--model", "resnet18", "--image-size", str(pixels)), "label": " resnet18"}
+    at_ceiling = {} if quick else {"bars": {"vs_ceiling": 0.93}, "explained": True}  # the exchange weighs more on a smaller batch
     everything = [
-        Case("cpu_ddp", "fp32", 32, bars={"vs_tutorial": 1.2}),
+        Case("cpu_ddp", "fp32", 32, explained=True, bars={"vs_tutorial": 1.2}),
         Case("mnist_dp", "fp32", 128, items=1),
         Case("mnist_dp", "bf16", 128, items=1),
-        Case("cifar10_ddp", "fp32", cifar_batch, 8, bars=at_ceiling),
+        Case("cifar10_ddp", "fp32", cifar_batch, 8, **at_ceiling),
         Case("cifar10_ddp", "bf16", cifar_batch, 8),
-        Case("fashionmnist_ddp", "fp32", 64, 4, 2, bars={"vs_tutorial": 1.25, "vs_ceiling": 0.93}),
+        Case("fashionmnist_ddp", "fp32", 64, 4, 2, explained=True, bars={"vs_tutorial": 1.25, "vs_ceiling": 0.93}),
         Case("fashionmnist_ddp", "bf16", 64, 4, 2, bars={"vs_tutorial": 2.0}),
-        Case("synthetic_ddp", "fp32", resnet_batch, flags=resnet, label=" resnet18", bars=at_ceiling),
-        Case("synthetic_ddp", "bf16", resnet_batch, flags=resnet, label=" resnet18"),
-        Case("synthetic_ddp", "fp32", 32, label=" MLP"),
+        Case("synthetic_ddp", "fp32", resnet_batch, **resnet, **at_ceiling),
+        Case("synthetic_ddp", "bf16", resnet_batch, **resnet),
+        Case("synthetic_ddp", "fp32", 32, label=" MLP", explained=True),
     ]
-    return [case for case in everything if not quick or case.bars or case.precision == "fp32" and case.label != " MLP"]
+    return [case for case in everything if not quick or case.precision == "fp32" and case.label != " MLP"]
 
 
 # --- in a worker ---
@@ -426,7 +427,8 @@ class Group:
     """Processes that run each job at the same time: world_size for the scripts, and as many for the tutorials."""
 
     def __init__(self, world_size, threads):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        context.set_forkserver_preload(["torch", "torchvision"])  # imported once for all of them
         pairs = [context.Pipe() for _ in range(2 * world_size)]
         connections = [ours for ours, _ in pairs]
         self.scripts, self.tutorials = connections[:world_size], connections[world_size:]
@@ -522,11 +524,9 @@ def measure(group, case, world_size, window, rounds):
     """Return the row of a case: interleaved rounds of script, tutorial and ceiling, each about window seconds long."""
     workers = 1 if case.script == "mnist_dp" else world_size
     global_batch = case.batch * workers
-    kinds = [time_script, time_tutorial, time_ceiling]
-    if case.precision == "fp32" and case.script != "mnist_dp":
-        kinds += [time_by_hand, time_exchange]
+    kinds = [time_script, time_tutorial, time_ceiling] + [time_by_hand, time_exchange] * case.explained
     guess = group.seconds(time_tutorial if case.script == "cpu_ddp" else time_ceiling, case, 1, 1)
-    units = 4 if window > guess else 2
+    units = max(2, min(4, int(window / guess)))
     unit = max(1, min(int(window / guess / units), MOST_IMAGES // global_batch // (units + 1)))
     if case.script == "cpu_ddp":  # epochs as long as the script's own
         unit, units = 2048 // global_batch, max(4, min(1000, int(window / guess * global_batch / 2048)))
@@ -633,7 +633,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     names = sorted({case.script for case in cases(False)})
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SCRIPT", help="measure these scripts alone")
-    parser.add_argument("--quick", action="store_true", help="smaller batches, fewer rounds: 2 to 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="under 2 minutes: one row per script, smaller batches, fewer rounds")
     parser.add_argument("--accuracy", action="store_true", help="train the real Fashion-MNIST to 90 %% and 92 %%, too")
     parser.add_argument("--data-dir", metavar="DIR", help=f"folder with FashionMNIST/raw (default: made of {DEBIAN}, if it is there)")
     parser.add_argument("--seeds", type=int, default=3, help="with --accuracy: runs of each")
@@ -667,7 +667,8 @@ def main():
             print(f"{time.perf_counter() - start:5.0f} s: {case.name()} is measured", file=sys.stderr)
             if case.script == "cpu_ddp":
                 bars.append(("cpu_ddp: step / the step written by hand", [1 / ratio for ratio in row["vs_by_hand"]], 1.05, True))
-                bars.append(("cpu_ddp: launch to first step / bare import and SGD", [a / b for a, b in startup(rounds)], 1.2, True))
+                if not args.quick:
+                    bars.append(("cpu_ddp: launch to first step / bare import and SGD", [a / b for a, b in startup(rounds)], 1.2, True))
             if case.precision == "fp32" and case.script in ("fashionmnist_ddp", "cifar10_ddp"):
                 pairs = [group.run(time_input, case._replace(batch=max(64, case.batch)), 0, 0)[0][0] for _ in range(rounds)]
                 ratios = [theirs / ours for ours, theirs in pairs]
