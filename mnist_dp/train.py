@@ -261,7 +261,7 @@ def launch(main):
             problem = "out of memory: lower --batch-size or start more workers"
         elif found := re.search("[^\n:]* does not have a deterministic implementation", str(error)):
             problem = f"{found[0].strip()}: leave out --deterministic, or take another model"
-        elif isinstance(error, dist.DistError) or re.search("(?i)gloo|nccl|connection|timed out", str(error)):
+        elif isinstance(error, dist.DistError) or re.search("(?i)gloo|nccl|socket|connection|timed out", str(error)):
             problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
                        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
                        "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, for GPUs NCCL_SOCKET_IFNAME)")
@@ -440,10 +440,9 @@ def save_snapshot(path, step, run, parts):
         write_whole(path, data.getbuffer(), previous=f"{path}.previous")
 
 
-def read_snapshot(path):
-    """Return the state at path. Raises FileNotFoundError, or something else where the file is not whole."""
-    with open(path, "rb") as file:
-        data = io.BytesIO(file.read())
+def read_snapshot(data):
+    """Return the state in a snapshot's bytes. Raises whatever zipfile, pickle and torch make of bytes that are not whole."""
+    data = io.BytesIO(data)
     with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums, and reads nothing that is marked a folder
         if archive.testzip() or any(entry.external_attr & 0x10 for entry in archive.infolist()):
             raise ValueError("wrong checksum")
@@ -457,8 +456,8 @@ def read_snapshot(path):
 def find_snapshot(path, run, fresh):
     """Return the newest whole snapshot of this run, or None. A damaged one is kept aside, never overwritten.
 
-    UserError if there is none whole, or if it is another run's: `run` differs in more than how the global
-    batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
+    UserError if there is none whole, if one cannot be read, or if it is another run's: `run` differs in more than
+    how the global batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
     """
     if path is not None and (not os.path.basename(path) or os.path.exists(path) and not os.path.isfile(path)):
         raise UserError(f"--checkpoint '{path}' is empty, a folder or a device: name a file")
@@ -466,11 +465,16 @@ def find_snapshot(path, run, fresh):
     damage = None
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
         try:
-            state = read_snapshot(candidate)
-            differing = [key for key in run if state["run"].get(key) != run[key]]
+            with open(candidate, "rb") as file:
+                data = file.read()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except Exception as error:  # whatever zipfile, pickle and torch make of a damaged file
+        except OSError as error:  # of the disk or the network, not of the file: it may pass
+            raise UserError(f"{candidate} cannot be read ({error.strerror}): start again when it can, or move it away") from error
+        try:
+            state = read_snapshot(data)
+            differing = [key for key in run if state["run"].get(key) != run[key]]
+        except Exception as error:
             damage = damage or f"{candidate} is damaged ({one_line(error)})"
             continue
         if differing not in ([], ["batch_size"], ["global_batch"]):
