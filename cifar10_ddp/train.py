@@ -158,10 +158,6 @@ def main():
     total_steps = args.epochs * steps_per_epoch
     log(f"cifar10_ddp: {describe_group()} | {args.model} | global batch {global_batch} of {len(dataset)} images, "
         f"{len(test_labels)} to test | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(checkpoint, "finished")
-        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
-        return 0
 
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * global_batch / 256, momentum=0.9, nesterov=True,
@@ -169,6 +165,12 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, total_steps))
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     restore(snapshot, parts)
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        hits, tested = evaluate(model, lambda images: prepare(images, size), test_images, test_labels)
+        log(f"already finished, test accuracy {hits / tested:.4f} ({hits}/{tested}): more --epochs go on from {args.checkpoint}, "
+            "--fresh starts over")
+        return 0
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
     ddp_model = wrap(model, prepare(images[:2], size), args.compress)

@@ -183,10 +183,6 @@ def train(worker, args):
     total_steps = args.epochs * steps_per_epoch
     log(f"fashionmnist_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} images, "
         f"{len(test_labels)} to test | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(checkpoint, "finished")
-        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
-        return 0
 
     torch.manual_seed(args.seed)
     model = CNN().to(device, memory_format=torch.channels_last)
@@ -194,6 +190,12 @@ def train(worker, args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule((step + 1) / (total_steps + 1)))
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     restore(snapshot, parts)
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        hits, tested = evaluate(model, prepare, test_images, test_labels)
+        log(f"already finished, test accuracy {hits / tested:.4f} ({hits}/{tested}): more --epochs go on from {args.checkpoint}, "
+            "--fresh starts over")
+        return 0
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
     ddp_model = wrap(model, prepare(images[:2]), args.compress)

@@ -164,7 +164,9 @@ def main():
           f"of {len(dataset)} images, {len(test_labels)} to test | steps {step} to {total_steps}")
     if step >= total_steps:
         set_status(args.checkpoint, "finished")
-        print(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
+        right = evaluate(parallel_model, test_images, test_labels)
+        print(f"already finished, test accuracy {right / len(test_labels):.4f} ({right}/{len(test_labels)}): more --epochs go on "
+              f"from {args.checkpoint}, --fresh starts over")
         return 0
     set_status(args.checkpoint, "running")
 

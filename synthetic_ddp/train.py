@@ -166,10 +166,6 @@ def main():
     total_steps = args.epochs * steps_per_epoch
     log(f"synthetic_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} samples, "
         f"{len(test_labels)} to test | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(checkpoint, "finished")
-        log(f"already finished: more --epochs go on from {args.checkpoint}, --fresh starts over")
-        return 0
 
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).to(device)
@@ -177,6 +173,12 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     restore(snapshot, parts)
+    if step >= total_steps:
+        set_status(checkpoint, "finished")
+        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels)
+        log(f"already finished, test accuracy {hits / tested:.4f} ({hits}/{tested}): more --epochs go on from {args.checkpoint}, "
+            "--fresh starts over")
+        return 0
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
     ddp_model = wrap(model, inputs[:2], args.compress)

@@ -67,6 +67,10 @@ def test_from_the_snapshot_before(script, flags, steps_per_epoch, tmp_path):
     final = run(script, *flags, "--checkpoint", before, **how)
     assert final.status == 0 and f"steps {step} to {epochs * steps_per_epoch}" in final.stdout, final
     assert not differences(last, before)
+    told = run(script, *flags, "--checkpoint", before)  # a finished run tells its result again, to any number of workers
+    assert told.status == 0 and "already finished" in told.stdout, told
+    first, again = (re.findall(r"test accuracy [\d.]+ \(\d+/\d+\)|are within [\d.]+", each.stdout)[-1] for each in (final, told))
+    assert first == again and not differences(last, before)
 
 
 def test_node_local_disks(tmp_path):
