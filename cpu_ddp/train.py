@@ -135,9 +135,7 @@ def main():
             if stopped or save_is_due(args, step, steps_per_epoch):
                 together(save_snapshot, checkpoint, step, run, parts)
             if stopped and step < total_steps:
-                together(set_status, checkpoint, "preempted")  # nobody leaves before it is written
-                log(farewell(args, step))
-                return 75
+                return leave(checkpoint, args, step)
         loss, _, seconds, speed = progress.epoch()
         log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.5f}  {seconds:.2f} s  {speed:,.0f} samples/s")
 
@@ -312,8 +310,9 @@ def fresh_store(worker, timeout):
 def join_group(worker, backend, timeout, device=None):
     """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
     def give_up():
-        print("error: the other workers do not answer: see whether they run, or another program has the port "
-              f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print("error: the other workers do not answer: see whether they run, or another program has the port "
+                  f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(timeout + 10 + min(0.3 * worker.rank, 3), give_up)  # the lowest rank speaks
@@ -538,9 +537,10 @@ def save_snapshot(path, step, run, parts):
         write_whole(path, data.getbuffer(), previous=f"{path}.previous")
 
 
-def read_snapshot(data):
-    """Return the state in a snapshot's bytes. Raises whatever zipfile, pickle and torch make of bytes that are not whole."""
-    data = io.BytesIO(data)
+def read_snapshot(path):
+    """Return the state at path. Raises OSError, or whatever zipfile, pickle and torch make of a file that is not whole."""
+    with open(path, "rb") as file:
+        data = io.BytesIO(file.read())
     with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums, and reads nothing that is marked a folder
         if archive.testzip() or any(entry.external_attr & 0x10 for entry in archive.infolist()):
             raise ValueError("wrong checksum")
@@ -563,16 +563,13 @@ def find_snapshot(path, run, fresh):
     damage = None
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
         try:
-            with open(candidate, "rb") as file:
-                data = file.read()
+            state = read_snapshot(candidate)
+            differing = [key for key in run if state["run"].get(key) != run[key]]
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError as error:  # of the disk or the network, not of the file: it may pass
-            raise UserError(f"{candidate} cannot be read ({error.strerror}): start again when it can, or move it away") from error
-        try:
-            state = read_snapshot(data)
-            differing = [key for key in run if state["run"].get(key) != run[key]]
         except Exception as error:
+            if isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error):  # the file may be whole
+                raise UserError(f"{candidate} cannot be read ({one_line(error)}): start again when it can, or move it away") from error
             damage = damage or f"{candidate} is damaged ({one_line(error)})"
             continue
         if differing not in ([], ["batch_size"], ["global_batch"]):
@@ -624,6 +621,14 @@ def share(global_batch, world_size, samples):
         raise UserError(f"this run's global batch of {global_batch} cannot be split over {world_size} workers: "
                         f"start {', '.join(fitting)}")
     return global_batch // world_size
+
+
+def leave(checkpoint, args, step):
+    """Say that a signal has stopped the run after this step, which is saved; return the exit status."""
+    together(set_status, checkpoint, "preempted")  # nobody leaves before it is written
+    if dist.get_rank() == 0:
+        print(farewell(args, step))
+    return 75
 # --- end ---
 
 

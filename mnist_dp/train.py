@@ -442,9 +442,10 @@ def save_snapshot(path, step, run, parts):
         write_whole(path, data.getbuffer(), previous=f"{path}.previous")
 
 
-def read_snapshot(data):
-    """Return the state in a snapshot's bytes. Raises whatever zipfile, pickle and torch make of bytes that are not whole."""
-    data = io.BytesIO(data)
+def read_snapshot(path):
+    """Return the state at path. Raises OSError, or whatever zipfile, pickle and torch make of a file that is not whole."""
+    with open(path, "rb") as file:
+        data = io.BytesIO(file.read())
     with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums, and reads nothing that is marked a folder
         if archive.testzip() or any(entry.external_attr & 0x10 for entry in archive.infolist()):
             raise ValueError("wrong checksum")
@@ -467,16 +468,13 @@ def find_snapshot(path, run, fresh):
     damage = None
     for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
         try:
-            with open(candidate, "rb") as file:
-                data = file.read()
+            state = read_snapshot(candidate)
+            differing = [key for key in run if state["run"].get(key) != run[key]]
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError as error:  # of the disk or the network, not of the file: it may pass
-            raise UserError(f"{candidate} cannot be read ({error.strerror}): start again when it can, or move it away") from error
-        try:
-            state = read_snapshot(data)
-            differing = [key for key in run if state["run"].get(key) != run[key]]
         except Exception as error:
+            if isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error):  # the file may be whole
+                raise UserError(f"{candidate} cannot be read ({one_line(error)}): start again when it can, or move it away") from error
             damage = damage or f"{candidate} is damaged ({one_line(error)})"
             continue
         if differing not in ([], ["batch_size"], ["global_batch"]):

@@ -41,8 +41,8 @@ python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("to
 gpus=${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)}
 cores=$(nproc)
 workers=${WORKERS_PER_NODE:-$((gpus ? gpus : cores))}
-address=${ADDRESS:-$(getent ahostsv4 "$(hostname)" | sed -n '/^127/!{s/ .*//p;q}')}
-address=${address:-$(hostname -I | cut -d ' ' -f 1)}   # the name is a loopback's, as Debian's installer has it
+address=${ADDRESS:-$(getent ahostsv4 "$(hostname)" | sed -n '/^127/!{s/ .*//p;q}' || true)}
+address=${address:-$(hostname -I | cut -d ' ' -f 1)}   # the name is unknown or a loopback's, as Debian's installer has it
 port=$((10000 + RANDOM % 20000))
 while (: <>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done     # in use
 

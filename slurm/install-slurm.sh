@@ -262,10 +262,11 @@ END
 # ${machines[i]%%=*}: $role
 scp -pr '$out' root@$address:/root/slurm-cluster
 ssh root@$address 'set -e
-  apt-get update && apt-get install -y munge $role slurm-client
+  trap "rm -r /root/slurm-cluster" EXIT
+  apt-get update
+  apt-get install -y munge $role slurm-client
   install -b -o munge -g munge -m 400 /root/slurm-cluster/munge.key /etc/munge/munge.key
   install -b -m 644 /root/slurm-cluster/*.conf $etc/
-  rm -r /root/slurm-cluster
   for daemon in munge $role; do service \$daemon restart; done'
 
 END
@@ -309,7 +310,7 @@ while [ $# -gt 0 ]; do
 done
 [ ${#partitions[@]} -gt 0 ] || partitions=('main Nodes=ALL Default=YES MaxTime=INFINITE State=UP')
 if [ "$action" = install ] && [ "$controller${names[*]}" ]; then action=cluster; fi
-if [ "$action" = cluster ] && { [ -z "$controller" ] || [ ${#names[@]} = 0 ]; }; then
+if [[ $action == cluster || "$action$controller${names[*]}" == print?* ]] && { [ -z "$controller" ] || [ ${#names[@]} = 0 ]; }; then
     die "several machines need --controller NAME=ADDRESS and a --node NAME=ADDRESS for each node"
 fi
 for i in "${!names[@]}"; do

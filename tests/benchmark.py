@@ -152,7 +152,7 @@ def time_script(module, case, rank, device, unit, units):
         clock = run_script(module, case, ["--epochs", str(units + 1), "--samples", str(samples // (units + 1)), "--log-every", "1000000"])
         pattern, length = r"epoch (\d+)/", unit
     else:
-        data = ["--samples" if case.script == "synthetic_ddp" else "--fake-data", str(samples)]
+        data = ["--samples" if case.script == "synthetic_ddp" else "--fake-data", str(max(10, samples))]  # fewer are refused
         clock = run_script(module, case, ["--epochs", "1", *data, "--log-every", str(unit)])
         pattern, length = r"step (\d+)/", 1
     if rank:

@@ -198,25 +198,27 @@ def test_several_machines_by_the_printed_commands(tmp_path):
         for name in ("ssh", "scp"):
             (tmp_path / name).write_text(SSH.format(cases=cases))
             (tmp_path / name).chmod(0o755)
+        lab.head.exec("printf '#!/bin/sh\\nexit 100\\n' > /usr/local/bin/apt-get; chmod +x /usr/local/bin/apt-get")
+        shell = {"timeout": 60, "stdout": subprocess.DEVNULL, "env": os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}}
+        address = lab.addresses
+        arguments = ("--controller", f"head={address['head']}", "--node", f"c1={address['c1']},CPUs=2,RealMemory=1000",
+                     "--node", f"c2={address['c2']}", "--out", tmp_path / "cluster")
+        done = run(*arguments)
+        assert done.returncode == 0
+        commands = done.stdout[done.stdout.index("# head"):done.stdout.index("Then, on any")]
+        assert subprocess.run(["bash", "-euc", commands], **shell).returncode
+        assert not lab.head.exec("ls /root"), "a failure leaves nothing that the next attempt would take for its own"
         for machine in lab.machines:
             machine.exec(f"echo {shlex.quote(APT_GET)} > /usr/local/bin/apt-get; chmod +x /usr/local/bin/apt-get")
-        address = lab.addresses
-        done = run("--controller", f"head={address['head']}", "--node", f"c1={address['c1']},CPUs=2,RealMemory=1000",
-                   "--node", f"c2={address['c2']}", "--out", tmp_path / "cluster")
-        assert done.returncode == 0
         assert oct((tmp_path / "cluster" / "munge.key").stat().st_mode)[-3:] == "600"
-        commands = done.stdout[done.stdout.index("# head"):done.stdout.index("Then, on any")]
-        subprocess.run(["bash", "-euc", commands], check=True, timeout=60, stdout=subprocess.DEVNULL,
-                       env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+        subprocess.run(["bash", "-euc", commands], check=True, **shell)
         assert lab.head.daemons_running().keys() == {"munged", "slurmctld"}
         for node in lab.nodes:
             assert lab.node(node).daemons_running().keys() == {"munged", "slurmd"}
             assert lab.node(node).exec("stat -c '%U %a' /etc/munge/munge.key; ls /root").split() == ["munge", "400"]
         lab.head.exec("until [ \"$(sinfo -ho '%D %t')\" = '2 idle' ]; do sleep 0.2; done")
         assert sorted(lab.node("c1").exec("srun --nodes=2 hostname").split()) == ["c1", "c2"]
-        again = run("--controller", f"head={address['head']}", "--node", f"c1={address['c1']},CPUs=2,RealMemory=1000",
-                    "--node", f"c2={address['c2']}", "--out", tmp_path / "cluster")
-        assert again.stdout == done.stdout
+        assert run(*arguments).stdout == done.stdout
         key = (tmp_path / "cluster" / "munge.key").read_bytes()     # a new one would lock out who has the old one
         assert all(Path(f"/proc/{m.pid}/root/etc/munge/munge.key").read_bytes() == key for m in lab.machines)
         for machine in lab.machines:
@@ -246,6 +248,7 @@ def test_print_config():
 @pytest.mark.parametrize("args, remedy", [
     (["--controller", "a=1.2.3.4"], "--node NAME=ADDRESS"),
     (["--node", "a=1.2.3.4,CPUs=1,RealMemory=100"], "--controller NAME=ADDRESS"),
+    (["--print-config", "--node", "a=1.2.3.4,CPUs=1,RealMemory=100"], "--controller NAME=ADDRESS"),
     (["--controller", "a", "--node", "b,CPUs=1"], "slurmd -C"),
     (["--set", "KillWait"], "KEY=VALUE"),
     (["--cgroup", "v3"], "v1, v2 or none"),

@@ -1,8 +1,10 @@
 """What a user can get wrong: each mistake ends every worker within seconds, non-zero, in one line that names the remedy."""
 
+import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,6 +86,9 @@ ALONE = [  # under plain python
     mistake("cpu_ddp", "--samples 0", "--samples"),
     mistake("synthetic_ddp", "--model resnet18 --image-size 0", "--image-size"),
     mistake("synthetic_ddp", "--model resnet18 --steps -1", "--steps"),
+    mistake("synthetic_ddp", "--model alexnet --image-size 32", "alexnet.*32 pixels.*--image-size"),
+    mistake("synthetic_ddp", "--model vit_b_16 --image-size 64 --batch-size 2", "vit_b_16.*64 pixels.*--image-size"),
+    mistake("synthetic_ddp", "--model resnet18 --image-size 32 --batch-size 1", "1 images.*--batch-size"),
     mistake("cpu_ddp", "--timeout 0", "--timeout"),
     mistake("cifar10_ddp", "--save-every 0", "--save-every"),
     mistake("mnist_dp", "--save-every-steps -5", "--save-every-steps"),
@@ -199,6 +204,17 @@ def test_port_in_use():
     assert_one_error(result, f"port.*{port}", count=2)
     assert [len(error_lines(stderr)) for stderr in result.stderrs] == [1, 1]  # nothing has ended rank 1 but its timeout
     assert f"port 127.0.0.1:{port}" in result.stderrs[1]
+
+
+def test_port_in_use_and_nobody_to_tell():
+    """The terminal is closed; the end comes all the same."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = clean_environment({**TORCHRUN, "RANK": 1, "LOCAL_RANK": 1, "MASTER_PORT": server.getsockname()[1]})
+        command = [sys.executable, script_path("cpu_ddp"), "--timeout", "2"]
+        assert subprocess.run(command, env=environment, stderr=writer, timeout=SECONDS).returncode == 1
+    os.close(writer)
 
 
 def test_one_node_lacks_the_data(places):

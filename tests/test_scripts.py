@@ -86,6 +86,13 @@ def test_more_epochs(tmp_path):
     assert result.status == 0 and "already finished" in result.stdout
 
 
+@pytest.mark.parametrize("name", ["vit_h_14", "vit_b_16", "swin_t", "efficientnet_b0"])
+def test_models_take_the_size_that_the_images_get(name):
+    with torch.device("meta"):  # shapes without numbers
+        model, size = load_script("cifar10_ddp").build_model(name)
+        assert model.eval()(torch.zeros(2, 3, size, size)).shape == (2, 10)
+
+
 def average_as_ddp(rank, workers, store):
     """One worker of test_small_models_are_averaged_as_by_ddp."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)

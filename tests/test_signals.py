@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import free_port, load_snapshot, start
+from helpers import free_port, load_snapshot, run, script_path, start
 from test_chaos import workers_of
 
 TORCHRUN_2 = {"launcher": "torchrun", "workers": 2}
@@ -96,18 +96,42 @@ def test_second_signal_ends_at_once_but_not_its_repeats(tmp_path):
     assert (tmp_path / "last.status").read_text() == "running\n"
 
 
-@pytest.mark.parametrize("script, flags, how, statuses", [
-    ("mnist_dp", ("--batch-size", 500), {}, (0,)),
-    ("fashionmnist_ddp", ("--batch-size", 250), TORCHRUN_2, (0, 1)),  # torchrun: 1, if it was still there
-])
-def test_signal_just_after_the_last_step(script, flags, how, statuses, tmp_path):
-    """While it evaluates: the run is finished, not preempted, whatever its launcher says."""
-    flags = (*flags, "--fake-data", 2000, "--epochs", 1, "--log-every", 1, "--checkpoint", tmp_path / "last")
-    with start(script, *flags, **how) as job:
+SLOW_EVALUATION = """import runpy, time, torch
+argmax = torch.Tensor.argmax
+torch.Tensor.argmax = lambda *arguments: (torch.is_grad_enabled() or time.sleep(4), argmax(*arguments))[1]
+"""
+
+
+@pytest.mark.parametrize("script, epochs", [("fashionmnist_ddp", 1), ("synthetic_ddp", 2)])
+def test_signal_while_it_evaluates(script, epochs, tmp_path):
+    """It is cut short, in mid-run and at the end, since torchrun kills what has not left after 30 s."""
+    program, last = tmp_path / "program.py", tmp_path / "last"
+    program.write_text(f"{SLOW_EVALUATION}runpy.run_path({str(script_path(script))!r}, run_name='__main__')\n")
+    data = "--samples" if script == "synthetic_ddp" else "--fake-data"  # a quarter as many to test, by two workers in hundreds
+    flags = (data, 4000, "--batch-size", 1000, "--epochs", epochs, "--save-every", 2, "--log-every", 1, "--checkpoint", last)
+    with start(program, *flags, **TORCHRUN_2) as job:
+        job.wait_for(f"step 2/{2 * epochs}", 200)
+        time.sleep(1)
+        begin = time.monotonic()
+        job.send(signal.SIGTERM)
+        result = job.finish(60)
+        seconds = time.monotonic() - begin
+    assert result.status == 1 and not result.errors and seconds < 15, (seconds, result)
+    assert "stopped by a signal after step 2: " in result.stdout and "test accuracy" not in result.stdout, result
+    assert (tmp_path / "last.status").read_text() == "preempted\n" and load_snapshot(last)["step"] == 2
+    again = run(script, *flags, **TORCHRUN_2, timeout=300)
+    assert again.status == 0 and f"steps 2 to {2 * epochs}" in again.stdout and "test accuracy" in again.stdout, again
+    assert (tmp_path / "last.status").read_text() == "finished\n"
+
+
+def test_signal_just_after_the_last_step(tmp_path):
+    """One process, which evaluates soon: the run is finished, not preempted."""
+    flags = ("--batch-size", 500, "--fake-data", 2000, "--epochs", 1, "--log-every", 1, "--checkpoint", tmp_path / "last")
+    with start("mnist_dp", *flags) as job:
         job.wait_for("step 4/4")
         job.send(signal.SIGTERM)
         result = job.finish(30)
-    assert result.status in statuses and not result.errors, result
+    assert result.status == 0 and not result.errors, result
     assert (tmp_path / "last.status").read_text() == "finished\n"
     assert load_snapshot(tmp_path / "last")["step"] == 4
     assert "preempted" not in result.stdout and "stopped" not in result.stdout

@@ -272,6 +272,7 @@ def test_container(lab, project, here, outside):
     tools.mkdir()
     (tools / "srun").write_text(f"""#!/bin/bash
 case $1 in --help) echo --container-image; exit ;; esac
+printf '%s\\n' "$@" >{shlex.quote(str(here))}/words
 for word; do
     case $word in --container-*) echo "$word" >>{shlex.quote(str(here))}/options ;; *) rest+=("$word") ;; esac
 done
@@ -279,8 +280,10 @@ PATH={sys.prefix}/bin:$PATH exec {real} "${{rest[@]}}"
 """)
     (tools / "srun").chmod(0o755)
     (here / "pytorch.sqsh").touch()
-    kept = here.parent / "snapshots"  # which is not there yet
-    snapshot = kept / "run.pt"
+    kept = here.parent / "disk/snapshots"  # which is not there yet
+    kept.parent.mkdir()
+    (here.parent / "link").symlink_to("disk")  # which the container does not have
+    snapshot = here.parent / "link/snapshots/run.pt"
     job = submit(lab, project, here, "cpu-container", *LINEAR, "--checkpoint", snapshot, options=["--nodes=2"],
                  PATH=f"{tools}:{os.environ['PATH']}")
     completed(lab, here, job)
@@ -288,7 +291,9 @@ PATH={sys.prefix}/bin:$PATH exec {real} "${{rest[@]}}"
     assert (image, workdir) == (f"--container-image={here}/pytorch.sqsh", f"--container-workdir={here}")
     assert sorted(mounts.removeprefix("--container-mounts=").split(",")) == sorted(
         f"{folder}:{folder}" for folder in (here, kept, project / "cpu_ddp"))
-    assert_same(output(lab, job), snapshot, outside("cpu_ddp", *LINEAR, workers=2))
+    words = (here / "words").read_text().splitlines()
+    assert [after for word, after in zip(words, words[1:]) if word == "--checkpoint"][-1] == str(kept / "run.pt")
+    assert_same(output(lab, job), kept / "run.pt", outside("cpu_ddp", *LINEAR, workers=2))
 
 
 # --- mistakes: one line, and an end ---

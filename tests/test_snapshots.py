@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -98,8 +99,9 @@ def test_flipped_bits_are_never_accepted_silently(script, saved, chaos_seed):
     for position, bit in positions:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << bit
+        (saved / "last").write_bytes(damaged)
         try:
-            state = script.read_snapshot(bytes(damaged))
+            state = script.read_snapshot(str(saved / "last"))
         except Exception:  # refused: how, the other tests see
             continue
         harmless += 1
@@ -169,9 +171,24 @@ def test_snapshot_that_cannot_be_read_is_not_damaged(script, saved):
     """A disk or a network that fails for a moment: the run ends, and neither steps back nor moves the file aside."""
     (saved / "last").rename(saved / "kept")
     (saved / "last").symlink_to("/proc/self/mem")  # a file whose reading is an I/O error, for root, too
-    with pytest.raises(script.UserError, match="last cannot be read .Input/output error.*move it away"):
+    with pytest.raises(script.UserError, match="last cannot be read .*Input/output error.*move it away"):
         find(script, saved)
     assert sorted(path.name for path in saved.iterdir()) == ["kept", "last", "last.previous"]
+
+
+def test_snapshot_that_does_not_fit_into_memory_is_not_damaged(script, saved):
+    script.save_snapshot(str(saved / "last"), 3, RUN, parts(3, width=2000))
+    program = f"""import resource, sys
+sys.argv, sys.path = ["it"], [{str(script_path("cpu_ddp").parent)!r}, *sys.path]
+import train
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + 2**24  # a third of the snapshot
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+train.find_snapshot({str(saved / "last")!r}, {RUN}, False)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert re.search("UserError: .*last cannot be read .*: start again", done.stderr), done
+    assert find(script, saved)["step"] == 3
 
 
 def test_previous_snapshot_of_another_run_does_not_stand_in(script, saved):
