@@ -16,7 +16,8 @@ so that a busy moment of the machine hits all of them. A ratio is the median of 
 loop runs in float32 in all rows, and in processes of its own, because keep_memory() changes a whole process.
 Memory and the time to the first step are those of the real command, started for the purpose. Images are
 generated, and the memory holds one step's, on a GPU those of a whole measurement. synthetic_ddp's rows are
-`--model resnet18`, where the script has no input path and tells its median step, and the MLP.
+`--model resnet18`, where the script has no input path and tells its median step, and the MLP, which is not in the
+file of --json but with --quick, where it is the only one.
 
 Exit status: 0, or 1 where a bar is missed (not with --no-bars).
 """
@@ -28,6 +29,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import platform
 import re
@@ -42,6 +44,11 @@ import time
 import warnings
 from pathlib import Path
 from typing import NamedTuple
+
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+if __name__ == "__main__" and START_METHOD == "forkserver":  # imports torch for all workers, while this process does
+    multiprocessing.set_forkserver_preload(["torch", "torchvision"])
+    multiprocessing.forkserver.ensure_running()
 
 import torch
 import torch.distributed as dist
@@ -76,22 +83,21 @@ class Case(NamedTuple):
 
 def cases(quick):
     """Return what there is to measure. Where the tutorial's code is not printed, DataLoader's defaults are its."""
-    cifar_batch, resnet_batch, pixels = (2, 4, 32) if quick else (128, 32, 224)
-    resnet = {"flags": ("--model", "resnet18", "--image-size", str(pixels)), "label": " resnet18"}
-    at_ceiling = {} if quick else {"bars": {"vs_ceiling": 0.93}, "explained": True}  # the exchange weighs more on a smaller batch
+    cifar_batch, cifar_bars = (2, {}) if quick else (128, {"vs_ceiling": 0.93})  # the exchange weighs more on a smaller batch
+    resnet = {"flags": ("--model", "resnet18", "--image-size", "224"), "label": " resnet18"}
     everything = [
-        Case("cpu_ddp", "fp32", 32, explained=True, bars={"vs_tutorial": 1.2}),
+        Case("cpu_ddp", "fp32", 32, explained=not quick, bars={"vs_tutorial": 1.2}),
         Case("mnist_dp", "fp32", 128, items=1),
         Case("mnist_dp", "bf16", 128, items=1),
-        Case("cifar10_ddp", "fp32", cifar_batch, 8, **at_ceiling),
+        Case("cifar10_ddp", "fp32", cifar_batch, 8, explained=not quick, bars=cifar_bars),
         Case("cifar10_ddp", "bf16", cifar_batch, 8),
-        Case("fashionmnist_ddp", "fp32", 64, 4, 2, explained=True, bars={"vs_tutorial": 1.25, "vs_ceiling": 0.93}),
+        Case("fashionmnist_ddp", "fp32", 64, 4, 2, explained=not quick, bars={"vs_tutorial": 1.25, "vs_ceiling": 0.93}),
         Case("fashionmnist_ddp", "bf16", 64, 4, 2, bars={"vs_tutorial": 2.0}),
-        Case("synthetic_ddp", "fp32", resnet_batch, **resnet, **at_ceiling),
-        Case("synthetic_ddp", "bf16", resnet_batch, **resnet),
-        Case("synthetic_ddp", "fp32", 32, label=" MLP", explained=True),
+        Case("synthetic_ddp", "fp32", 32, **resnet, explained=True, bars={"vs_ceiling": 0.93}),
+        Case("synthetic_ddp", "bf16", 32, **resnet),
+        Case("synthetic_ddp", "fp32", 32, label=" MLP", explained=not quick),
     ]
-    return [case for case in everything if not quick or case.precision == "fp32" and case.label != " MLP"]
+    return [case for case in everything if not quick or case.precision == "fp32" and case.label != " resnet18"]
 
 
 # --- in a worker ---
@@ -427,8 +433,7 @@ class Group:
     """Processes that run each job at the same time: world_size for the scripts, and as many for the tutorials."""
 
     def __init__(self, world_size, threads):
-        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        context.set_forkserver_preload(["torch", "torchvision"])  # imported once for all of them
+        context = multiprocessing.get_context(START_METHOD)
         pairs = [context.Pipe() for _ in range(2 * world_size)]
         connections = [ours for ours, _ in pairs]
         self.scripts, self.tutorials = connections[:world_size], connections[world_size:]
@@ -665,12 +670,11 @@ def main():
             rows.append(row)
             bars += [(f"{case.name()}: {key.replace('vs_', 'speed / ')}", row[key], bound, False) for key, bound in case.bars.items()]
             print(f"{time.perf_counter() - start:5.0f} s: {case.name()} is measured", file=sys.stderr)
-            if case.script == "cpu_ddp":
+            if case.script == "cpu_ddp" and not args.quick:
                 bars.append(("cpu_ddp: step / the step written by hand", [1 / ratio for ratio in row["vs_by_hand"]], 1.05, True))
-                if not args.quick:
-                    bars.append(("cpu_ddp: launch to first step / bare import and SGD", [a / b for a, b in startup(rounds)], 1.2, True))
+                bars.append(("cpu_ddp: launch to first step / bare import and SGD", [a / b for a, b in startup(rounds)], 1.2, True))
             if case.precision == "fp32" and case.script in ("fashionmnist_ddp", "cifar10_ddp"):
-                pairs = [group.run(time_input, case._replace(batch=max(64, case.batch)), 0, 0)[0][0] for _ in range(rounds)]
+                pairs = [group.run(time_input, case._replace(batch=max(64, case.batch)), 0, 0)[0][0] for _ in range(1 if args.quick else rounds)]
                 ratios = [theirs / ours for ours, theirs in pairs]
                 bars.append((f"{case.script}: input path alone / tutorial's, one core", ratios, 20, False))
         show(rows)
@@ -679,7 +683,7 @@ def main():
     held = judge(bars)
     print(f"\n{time.perf_counter() - start:.0f} s in all")
     if args.json:
-        Path(args.json).write_text(json.dumps([as_json(row) for row in rows if row["case"].label != " MLP"], indent=1) + "\n")
+        Path(args.json).write_text(json.dumps([as_json(row) for row in rows if args.quick or row["case"].label != " MLP"], indent=1) + "\n")
     return 0 if held or args.no_bars else 1
 
 

@@ -13,7 +13,7 @@ KEYS = {"script", "precision", "workers", "images_per_s", "vs_tutorial", "vs_cei
 
 
 def test_table_and_json(tmp_path):
-    line = [sys.executable, str(HERE / "benchmark.py"), "--quick", "--no-bars", "--rounds", "1", "--window", "0.1",
+    line = [sys.executable, str(HERE / "benchmark.py"), "--no-bars", "--rounds", "1", "--window", "0.1",
             "--only", "cpu_ddp", "--json", str(tmp_path / "rows.json")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -30,6 +30,10 @@ def test_table_and_json(tmp_path):
 def test_bar(values, bound, upper, holds, capsys):
     assert benchmark.judge([("a", [1.0], 1.0, False), ("b", values, bound, upper)]) == holds
     assert capsys.readouterr().out.count("held") == 1 + holds
+
+
+def test_quick_has_each_script_once():
+    assert sorted(case.script for case in benchmark.cases(quick=True)) == sorted({case.script for case in benchmark.cases(quick=False)})
 
 
 def test_missed_bar_is_status_1(monkeypatch):
