@@ -463,9 +463,9 @@ def test_finished_is_finished(lab, project, here, outside):
     lab.sh(f"scontrol requeue {requeued}")
     for job in jobs:
         assert_same(output(lab, job), completed(lab, here, job), outside("cpu_ddp", *LINEAR))
-        assert len(hosts(lab, job)) == 1
-    assert restarts(lab, preempted) == 0
-    assert restarts(lab, requeued) == 1 and "already finished" in output(lab, requeued)
+    assert restarts(lab, preempted) == 0 and len(hosts(lab, preempted)) == 1
+    assert restarts(lab, requeued) == 1 and len(hosts(lab, requeued)) == 2
+    assert len(re.findall("^already finished: ", output(lab, requeued), re.MULTILINE)) == 1
 
 
 def test_limit_of_restarts(lab, project, here):
