@@ -111,6 +111,7 @@ def main():
     restore(snapshot, parts)
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    together(set_status, checkpoint, "running")
     ddp_model = wrap(model, inputs[:2], args.compress)
     sampler = DistributedSampler(inputs, worker.world_size, worker.rank, seed=args.seed)
     progress = Progress(args, StopSignal(), torch.device("cpu"), steps_per_epoch)
@@ -606,7 +607,6 @@ def load_snapshot(path, run, fresh):
     Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
     """
     found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
-    together(set_status, path, "running")
     dist.broadcast_object_list(found)
     return found[0]
 

@@ -198,6 +198,7 @@ def train(worker, args):
         return 0
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    together(set_status, checkpoint, "running")
     ddp_model = wrap(model, prepare(images[:2]), args.compress)
     sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
     progress = Progress(args, StopSignal(), device, steps_per_epoch)
@@ -728,7 +729,6 @@ def load_snapshot(path, run, fresh):
     Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
     """
     found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
-    together(set_status, path, "running")
     dist.broadcast_object_list(found)
     return found[0]
 
@@ -789,7 +789,7 @@ def fake_images(count, seed, train):
     patches = torch.cat([patches, patches.flip(2)], 2)  # a flip keeps the class
     patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
-    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
+    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + 1 + train))
     return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
 
 

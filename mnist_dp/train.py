@@ -120,12 +120,24 @@ def pick_devices(device_ids, deterministic):
 
 
 @torch.no_grad()
-def evaluate(model, images, labels):
-    """Return how many of the test images the model gets right."""
+def evaluate(model, images, labels, stop=None):
+    """Return how many of the test images the model gets right, and how many it has seen: not all, if `stop` (a StopSignal) came."""
     model.eval()
-    hits = sum((model(prepare(x)).argmax(1) == y).sum() for x, y in zip(images.split(500), labels.split(500)))
+    hits, tested = torch.zeros((), dtype=torch.int64, device=labels.device), 0
+    for x, y in zip(images.split(100), labels.split(100)):
+        if stop and stop.seen():
+            break
+        hits += (model(prepare(x)).argmax(1) == y).sum()
+        tested += len(y)
     model.train()
-    return hits.item()
+    return hits.item(), tested
+
+
+def leave(args, step):
+    """Say that a signal has stopped the run after this step, which is saved; return the exit status."""
+    set_status(args.checkpoint, "preempted")
+    print(farewell(args, step))
+    return 75
 
 
 def main():
@@ -164,10 +176,12 @@ def main():
           f"of {len(dataset)} images, {len(test_labels)} to test | steps {step} to {total_steps}")
     if step >= total_steps:
         set_status(args.checkpoint, "finished")
-        right = evaluate(parallel_model, test_images, test_labels)
-        print(f"already finished, test accuracy {right / len(test_labels):.4f} ({right}/{len(test_labels)}): more --epochs go on "
+        right, tested = evaluate(parallel_model, test_images, test_labels)
+        print(f"already finished, test accuracy {right / tested:.4f} ({right}/{tested}): more --epochs go on "
               f"from {args.checkpoint}, --fresh starts over")
         return 0
+    if step == 0:
+        save_snapshot(args.checkpoint, step, run, parts)  # with --fresh: a restart shall not find the old run
     set_status(args.checkpoint, "running")
 
     stop = StopSignal()
@@ -200,15 +214,15 @@ def main():
                     raise UserError(f"the loss is {loss.item()} at step {step}: lower --lr and start over with --fresh")
                 save_snapshot(args.checkpoint, step, run, parts)
             if stopped and step < total_steps:
-                set_status(args.checkpoint, "preempted")
-                print(farewell(args, step))
-                return 75
-        if step == total_steps:
-            set_status(args.checkpoint, "finished")
+                return leave(args, step)
         (loss, hits), seconds = (sums / count).tolist(), time.perf_counter() - start
-        right = evaluate(parallel_model, test_images, test_labels)
+        right, tested = evaluate(parallel_model, test_images, test_labels, stop)
+        if tested < len(test_labels):  # a signal has cut it short
+            save_snapshot(args.checkpoint, step, run, parts)
+            return leave(args, step)
         print(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {hits:.4f}  test accuracy "
-              f"{right / len(test_labels):.4f} ({right}/{len(test_labels)})  {seconds:.1f} s  {count / seconds:,.0f} images/s")
+              f"{right / tested:.4f} ({right}/{tested})  {seconds:.1f} s  {count / seconds:,.0f} images/s")
+    set_status(args.checkpoint, "finished")
     return 0
 
 
@@ -539,7 +553,7 @@ def fake_images(count, seed, train):
     patches = torch.cat([patches, patches.flip(2)], 2)  # a flip keeps the class
     patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
     labels = torch.arange(count) % 10
-    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + train))
+    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + 1 + train))
     return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
 
 

@@ -39,7 +39,7 @@ python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("to
 # --- end ---
 
 gpus=${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)}
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)      # which obeys them
 workers=${WORKERS_PER_NODE:-$((gpus ? gpus : cores))}
 address=${ADDRESS:-$(getent ahostsv4 "$(hostname)" | sed -n '/^127/!{s/ .*//p;q}' || true)}
 address=${address:-$(hostname -I | cut -d ' ' -f 1)}   # the name is unknown or a loopback's, as Debian's installer has it
@@ -48,7 +48,7 @@ while (: <>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done 
 
 echo "On the other node (the numbers are its rank, and the number of nodes), paste:"
 for ((rank = 1; rank < nodes; rank++)); do
-    printf '\n    cd %q && WORKERS_PER_NODE=%q VENV=%q bash' "$PWD" "$workers" "$environment"
+    printf '\n    cd %q && WORKERS_PER_NODE=%q VENV=%q MODULES=%q bash' "$PWD" "$workers" "$environment" "${MODULES:-}"
     printf ' %q' "$here/ddp-worker-node.sh" "$address:$port" "$rank" "$nodes" "$script" "$@"
     echo
 done

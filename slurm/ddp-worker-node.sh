@@ -36,7 +36,7 @@ python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("to
 # --- end ---
 
 gpus=${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)}
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)      # which obeys them
 workers=${WORKERS_PER_NODE:-$((gpus ? gpus : cores))}
 
 # gloo needs the interface, where the node's name does not tell it.

@@ -81,7 +81,7 @@ def parse_arguments():
 def generate_data(samples, seed, train):
     """Return inputs (samples, 10) and labels (samples,): the largest of three random linear functions, on every worker."""
     functions = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(seed))
-    inputs = torch.randn(samples, INPUTS, generator=torch.Generator().manual_seed(2 * seed + train))
+    inputs = torch.randn(samples, INPUTS, generator=torch.Generator().manual_seed(2 * seed + 1 + train))
     return inputs, F.linear(inputs, functions).argmax(1)
 
 
@@ -189,6 +189,7 @@ def main():
         return 0
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
+    together(set_status, checkpoint, "running")
     ddp_model = wrap(model, inputs[:2], args.compress)
     sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
     progress = Progress(args, StopSignal(), device, steps_per_epoch)
@@ -721,7 +722,6 @@ def load_snapshot(path, run, fresh):
     Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
     """
     found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
-    together(set_status, path, "running")
     dist.broadcast_object_list(found)
     return found[0]
 

@@ -102,39 +102,43 @@ torch.Tensor.argmax = lambda *arguments: (torch.is_grad_enabled() or time.sleep(
 """
 
 
-@pytest.mark.parametrize("script, epochs", [("fashionmnist_ddp", 1), ("synthetic_ddp", 2)])
+@pytest.mark.parametrize("script, epochs", [("mnist_dp", 1), ("mnist_dp", 2), ("fashionmnist_ddp", 1), ("synthetic_ddp", 2)])
 def test_signal_while_it_evaluates(script, epochs, tmp_path):
     """It is cut short, in mid-run and at the end, since torchrun kills what has not left after 30 s."""
     program, last = tmp_path / "program.py", tmp_path / "last"
     program.write_text(f"{SLOW_EVALUATION}runpy.run_path({str(script_path(script))!r}, run_name='__main__')\n")
     data = "--samples" if script == "synthetic_ddp" else "--fake-data"  # a quarter as many to test, by two workers in hundreds
-    flags = (data, 4000, "--batch-size", 1000, "--epochs", epochs, "--save-every", 2, "--log-every", 1, "--checkpoint", last)
-    with start(program, *flags, **TORCHRUN_2) as job:
+    batch, how = (2000, {}) if script == "mnist_dp" else (1000, TORCHRUN_2)
+    flags = (data, 4000, "--batch-size", batch, "--epochs", epochs, "--save-every", 2, "--log-every", 1, "--checkpoint", last)
+    with start(program, *flags, **how) as job:
         job.wait_for(f"step 2/{2 * epochs}", 200)
         time.sleep(1)
         begin = time.monotonic()
         job.send(signal.SIGTERM)
         result = job.finish(60)
         seconds = time.monotonic() - begin
-    assert result.status == 1 and not result.errors and seconds < 15, (seconds, result)
+    assert result.status == (1 if how else 75) and not result.errors and seconds < 15, (seconds, result)
     assert "stopped by a signal after step 2: " in result.stdout and "test accuracy" not in result.stdout, result
     assert (tmp_path / "last.status").read_text() == "preempted\n" and load_snapshot(last)["step"] == 2
-    again = run(script, *flags, **TORCHRUN_2, timeout=300)
+    again = run(script, *flags, **how, timeout=300)
     assert again.status == 0 and f"steps 2 to {2 * epochs}" in again.stdout and "test accuracy" in again.stdout, again
     assert (tmp_path / "last.status").read_text() == "finished\n"
 
 
-def test_signal_just_after_the_last_step(tmp_path):
-    """One process, which evaluates soon: the run is finished, not preempted."""
-    flags = ("--batch-size", 500, "--fake-data", 2000, "--epochs", 1, "--log-every", 1, "--checkpoint", tmp_path / "last")
-    with start("mnist_dp", *flags) as job:
-        job.wait_for("step 4/4")
-        job.send(signal.SIGTERM)
-        result = job.finish(30)
-    assert result.status == 0 and not result.errors, result
-    assert (tmp_path / "last.status").read_text() == "finished\n"
-    assert load_snapshot(tmp_path / "last")["step"] == 4
-    assert "preempted" not in result.stdout and "stopped" not in result.stdout
+def test_killed_while_it_evaluates(tmp_path):
+    """It is not finished before it has told its result: the next start tells it."""
+    program, last = tmp_path / "program.py", tmp_path / "last"
+    program.write_text(f"{SLOW_EVALUATION}runpy.run_path({str(script_path('mnist_dp'))!r}, run_name='__main__')\n")
+    flags = ("--batch-size", 500, "--fake-data", 2000, "--epochs", 1, "--log-every", 1, "--checkpoint", last)
+    with start(program, *flags) as job:
+        job.wait_for("step 4/4", 100)
+        time.sleep(1)
+        job.send(signal.SIGKILL)
+        assert job.finish(30).status == 128 + signal.SIGKILL
+    assert Path(f"{last}.status").read_text() == "running\n" and load_snapshot(last)["step"] == 4
+    again = run("mnist_dp", *flags)
+    assert again.status == 0 and "already finished, test accuracy" in again.stdout
+    assert Path(f"{last}.status").read_text() == "finished\n"
 
 
 def test_torchrun_killed_while_its_workers_start(tmp_path):

@@ -252,10 +252,11 @@ def test_mnist_named_environment(lab, project, here, outside):
 
 
 def test_synthetic_with_a_checkpoint_of_its_own(lab, project, here, outside):
-    job = submit(lab, project, here, "synthetic", *LINEAR, "--checkpoint", here / "mine.pt", options=["--cpus-per-task=2"])
+    mine = here / "of synthetic.sbatch" / "mine.pt"     # nor is the sbatch file looked for there
+    job = submit(lab, project, here, "synthetic", *LINEAR, "--checkpoint", mine, options=["--cpus-per-task=2"])
     completed(lab, here, job)
     assert [workers for workers, _ in hosts(lab, job)] == [2]
-    assert_same(output(lab, job), here / "mine.pt", outside("synthetic_ddp", *LINEAR, workers=2))
+    assert_same(output(lab, job), mine, outside("synthetic_ddp", *LINEAR, workers=2))
     assert not list(here.glob("synthetic-*.pt"))
 
 

@@ -313,6 +313,23 @@ def test_fresh_starts_over(tmp_path):
     fresh = run("cpu_ddp", *SHORT, "--seed", "7", "--checkpoint", last, "--fresh")
     assert fresh.status == 0 and "steps 0 to 32" in fresh.stdout
     assert load_snapshot(last)["run"]["seed"] == 7
+    wrong = run("cpu_ddp", *SHORT, "--seed", "7", "--checkpoint", last, launcher="torchrun", workers=3)
+    assert wrong.status == 1 and len(wrong.errors) == 1 and "cannot be split" in wrong.errors[0]
+    assert (tmp_path / "last.status").read_text() == "finished\n", "a mistake of the command, not of the run"
+
+
+@pytest.mark.parametrize("name", ["mnist_dp", "fashionmnist_ddp"])
+def test_fresh_and_killed(name, tmp_path):
+    """A restart by Slurm or torchrun goes on with the new run, not with the old one."""
+    last = tmp_path / "last"
+    flags = ("--fake-data", 2000, "--batch-size", 100, "--epochs", 1, "--log-every", 1, "--checkpoint", last)
+    assert run(name, *flags).status == 0
+    with start(name, *flags, "--fresh") as job:
+        job.wait_for("\nstep 2/")
+        job.send(signal.SIGKILL)
+        job.finish(30)
+    again = run(name, *flags, "--fresh", env={"SLURM_RESTART_COUNT": "1"})
+    assert again.status == 0 and "steps 0 to" in again.stdout, again
 
 
 # --- disks ---
