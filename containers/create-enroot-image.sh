@@ -16,6 +16,7 @@ image=${1:-docker://pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime}
 output=${2:-pytorch.sqsh}
 [[ $# -le 2 && $image =~ ^(docker|dockerd|podman)://. ]] ||
     die "usage: bash create-enroot-image.sh [docker://IMAGE | dockerd://IMAGE | podman://IMAGE [OUTPUT]]"
+[[ ! -d $output ]] || die "$output is a folder: name the file to write"
 command -v enroot >/dev/null ||
     die "enroot is missing: install it (its releases are on GitHub, NVIDIA/enroot), or run this on a compute node that has it"
 folder=$(mktemp -d "$(dirname "$output")/.enroot.XXXXXX" 2>/dev/null) ||
@@ -26,13 +27,15 @@ trap 'exit 130' INT TERM HUP
 # Its progress is shown, its complaints become one line
 if ! enroot import --output "$folder/image.sqsh" "$image" 2>&1 | tee "$folder/log" | { grep --line-buffered INFO || true; }; then
     reason=$(grep -m 1 -E 'ERROR|[Ee]rror|[Ff]ailed|No space' "$folder/log" || tail -n 1 "$folder/log")
-    case $(<"$folder/log") in
+    case $reason in
         *"No space left"* | *"quota exceeded"*)
             remedy="free 20 GB, or set ENROOT_TEMP_PATH and ENROOT_CACHE_PATH to folders on a larger disk" ;;
-        *401* | *403* | *[Uu]nauthorized* | *denied*)
-            remedy="check the name, and for a private one put the login into ~/.config/enroot/.credentials" ;;
+        *"daemon socket"* | *"connect to "* | *.sock*)
+            remedy="see whether ${image%%:*} runs here, and whether you may use it" ;;
         *"not permitted"* | *ermission*)
             remedy="have an administrator install enroot+caps, or set subordinate uids, as Enroot's installation says" ;;
+        *" 401"* | *" 403"* | *[Uu]nauthorized* | *denied*)
+            remedy="check the name, and for a private one put the login into ~/.config/enroot/.credentials" ;;
         *) remedy="check the image's name and the way to the registry" ;;
     esac
     die "no image from $image: $remedy (${reason:-enroot said nothing})"

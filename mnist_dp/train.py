@@ -174,17 +174,19 @@ def main():
     place = f"{len(gpus)} GPUs" if gpus else f"the CPU, {torch.get_num_threads()} threads"
     print(f"mnist_dp: 1 worker on {socket.gethostname()} | {place} | torch {torch.__version__} | batch {args.batch_size} "
           f"of {len(dataset)} images, {len(test_labels)} to test | steps {step} to {total_steps}")
-    if step >= total_steps:
-        set_status(args.checkpoint, "finished")
-        right, tested = evaluate(parallel_model, test_images, test_labels)
-        print(f"already finished, test accuracy {right / tested:.4f} ({right}/{tested}): more --epochs go on "
-              f"from {args.checkpoint}, --fresh starts over")
-        return 0
     if step == 0:
         save_snapshot(args.checkpoint, step, run, parts)  # with --fresh: a restart shall not find the old run
     set_status(args.checkpoint, "running")
-
     stop = StopSignal()
+    if step >= total_steps:
+        right, tested = evaluate(parallel_model, test_images, test_labels, stop)
+        if tested < len(test_labels):  # a signal has cut it short
+            return leave(args, step)
+        print(f"already finished, test accuracy {right / tested:.4f} ({right}/{tested}): more --epochs go on "
+              f"from {args.checkpoint}, --fresh starts over")
+        set_status(args.checkpoint, "finished")
+        return 0
+
     while step < total_steps:
         epoch, first_batch = divmod(step, steps_per_epoch)
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(hash((args.seed, epoch)))).tolist()

@@ -121,17 +121,16 @@ cgroup_conf() {
     esac
 }
 
-write_configuration() {     # write_configuration FOLDER; says by its status whether anything changed
-    local file text changed=1
+write_configuration() {     # write_configuration FOLDER [COMMAND…], which runs before a file is changed
+    local file text
     for file in "${files[@]}"; do
         if [ "$file" = gres.conf ] && [[ "${specs[*]}" != *Gres=gpu* ]]; then rm -f "$1/$file"; continue; fi
         text=$("${file/./_}")
         if [ "$(cat "$1/$file" 2>/dev/null)" = "$text" ]; then continue; fi
+        "${@:2}"
         echo "$text" >"$1/$file"
         chmod 644 "$1/$file"
-        changed=0
     done
-    return $changed
 }
 
 refuse_foreign() {      # refuse_foreign FOLDER
@@ -191,14 +190,14 @@ install_here() {
     refuse_foreign $etc
     [ -n "$(hostname -I)" ] || die "Slurm needs a network address besides 127.0.0.1: ip link add br0 type bridge;" \
         "ip addr add 192.0.2.1/32 dev br0; ip link set br0 up"
-    if ! dpkg --status "${packages[@]}" >/dev/null 2>&1; then
+    if [ "$(dpkg-query -Wf '${Status}\n' "${packages[@]}" 2>/dev/null | grep -c ' ok installed$')" != ${#packages[@]} ]; then
         command -v apt-get >/dev/null || die "there is no apt-get here: this script is for Debian and Ubuntu"
         apt-get update -q
         DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${packages[@]}"
     fi
     describe_this_machine
     cgroup=${cgroup:-$(cgroups)}
-    if write_configuration $etc; then stop slurmd slurmctld; fi
+    write_configuration $etc stop slurmd slurmctld
     if [ ! -e /etc/munge/munge.key ]; then
         (umask 077 && head -c 128 /dev/urandom >/etc/munge/munge.key)
         chown munge: /etc/munge/munge.key
@@ -240,7 +239,7 @@ write_cluster() {
     local i address role machines=("$controller")
     mkdir -p "$out"
     refuse_foreign "$out"
-    write_configuration "$out" || true
+    write_configuration "$out"
     if [ ! -e "$out/munge.key" ]; then (umask 077 && head -c 128 /dev/urandom >"$out/munge.key"); fi
     cat <<END
 $out/ holds the configuration, and the key that lets a machine into the cluster. All machines need the same users
@@ -260,6 +259,7 @@ END
         fi
         cat <<END
 # ${machines[i]%%=*}: $role
+ssh root@$address 'rm -rf /root/slurm-cluster'
 scp -pr '$out' root@$address:/root/slurm-cluster
 ssh root@$address 'set -e
   trap "rm -r /root/slurm-cluster" EXIT
@@ -315,8 +315,8 @@ if [[ $action == cluster || "$action$controller${names[*]}" == print?* ]] && { [
 fi
 for i in "${!names[@]}"; do
     specs[i]=${specs[i]:-$(this_machine)}
-    if [ -z "$(value CPUs "${specs[i]}")" ] || [ -z "$(value RealMemory "${specs[i]}")" ]; then
-        die "node ${names[i]} lacks CPUs= or RealMemory=: give it what \`slurmd -C\` prints there, with commas between"
+    if [[ ! "$(value CPUs "${specs[i]}") $(value RealMemory "${specs[i]}")" =~ ^[1-9][0-9]*\ [1-9][0-9]*$ ]]; then
+        die "node ${names[i]} lacks a number in CPUs= or RealMemory=: give it what \`slurmd -C\` prints there, with commas between"
     fi
 done
 if [[ $action == @(install|remove) ]] && [ "$(id -u)" != 0 ]; then die "only root may: sudo bash $0 …"; fi

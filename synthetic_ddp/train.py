@@ -181,18 +181,21 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     restore(snapshot, parts)
-    if step >= total_steps:
-        set_status(checkpoint, "finished")
-        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels)
-        log(f"already finished, test accuracy {hits / tested:.4f} ({hits}/{tested}): more --epochs go on from {args.checkpoint}, "
-            "--fresh starts over")
-        return 0
     if step == 0:
         together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
     together(set_status, checkpoint, "running")
+    stop = StopSignal()
+    if step >= total_steps:
+        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels, stop)
+        if tested < len(test_labels):  # a signal has cut it short
+            return leave(checkpoint, args, step)
+        log(f"already finished, test accuracy {hits / tested:.4f} ({hits}/{tested}): more --epochs go on from {args.checkpoint}, "
+            "--fresh starts over")
+        set_status(checkpoint, "finished")
+        return 0
     ddp_model = wrap(model, inputs[:2], args.compress)
     sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
-    progress = Progress(args, StopSignal(), device, steps_per_epoch)
+    progress = Progress(args, stop, device, steps_per_epoch)
     while step < total_steps:
         epoch, first_batch = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
@@ -218,7 +221,7 @@ def main():
             if stopped and step < total_steps:
                 return leave(checkpoint, args, step)
         loss, accuracy, seconds, speed = progress.epoch()
-        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels, progress.stop)
+        hits, tested = evaluate(model, torch.nn.Identity(), test_inputs, test_labels, stop)
         if tested < len(test_labels):  # a signal has cut it short
             together(save_snapshot, checkpoint, step, run, parts)
             return leave(checkpoint, args, step)

@@ -95,6 +95,9 @@ def test_enroot_image_of_another_image_at_another_place(enroot, tmp_path, image)
     ("echo 'Write failed because No space left on device' >&2; exit 1", "ENROOT_TEMP_PATH"),
     ("echo '[ERROR] URL https://x returned error code: 401 Unauthorized' >&2; exit 1", ".credentials"),
     ("echo 'enroot-nsenter: failed to set groups: Operation not permitted' >&2; exit 1", "enroot+caps"),
+    ("echo '[ERROR] failed to create user namespace: Permission denied' >&2; exit 1", "enroot+caps"),
+    ("echo '[INFO] Found 8d4013ab403' >&2; echo '[ERROR] Could not resolve host: x' >&2; exit 1", "registry"),
+    ("echo 'permission denied while trying to connect to the Docker daemon socket' >&2; exit 1", "whether you may use it"),
     ("exit 1", "registry"),
     ("printf half >\"$OUTPUT\"", "no whole image"),
     ("true", "no whole image"),
@@ -115,7 +118,8 @@ def test_interrupted_enroot_leaves_nothing(enroot, tmp_path):
     assert leftovers(tmp_path) == ["pytorch.sqsh"] and (tmp_path / "pytorch.sqsh").read_text() == "old"
 
 
-@pytest.mark.parametrize("arguments", [["pytorch/pytorch:2.9.1"], ["docker://"], ["docker://a", "b", "c"], ["docker://a:1", "no/folder/x.sqsh"]])
+@pytest.mark.parametrize("arguments", [["pytorch/pytorch:2.9.1"], ["docker://"], ["docker://a", "b", "c"], ["docker://a:1", "no/folder/x.sqsh"],
+                                       ["docker://a:1", "/tmp"]])
 def test_enroot_mistakes_are_one_line(enroot, tmp_path, arguments):
     done = enroot(*arguments)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1

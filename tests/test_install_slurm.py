@@ -209,6 +209,7 @@ def test_several_machines_by_the_printed_commands(tmp_path):
         assert subprocess.run(["bash", "-euc", commands], **shell).returncode
         assert not lab.head.exec("ls /root"), "a failure leaves nothing that the next attempt would take for its own"
         for machine in lab.machines:
+            machine.exec("mkdir /root/slurm-cluster; touch /root/slurm-cluster/slurm.conf")  # of an attempt that was cut off
             machine.exec(f"echo {shlex.quote(APT_GET)} > /usr/local/bin/apt-get; chmod +x /usr/local/bin/apt-get")
         assert oct((tmp_path / "cluster" / "munge.key").stat().st_mode)[-3:] == "600"
         subprocess.run(["bash", "-euc", commands], check=True, **shell)
@@ -250,6 +251,8 @@ def test_print_config():
     (["--node", "a=1.2.3.4,CPUs=1,RealMemory=100"], "--controller NAME=ADDRESS"),
     (["--print-config", "--node", "a=1.2.3.4,CPUs=1,RealMemory=100"], "--controller NAME=ADDRESS"),
     (["--controller", "a", "--node", "b,CPUs=1"], "slurmd -C"),
+    (["--controller", "a", "--node", "b,CPUs=1,RealMemory=60G"], "slurmd -C"),
+    (["--controller", "a", "--node", "b,CPUs=0,RealMemory=6000"], "slurmd -C"),
     (["--set", "KillWait"], "KEY=VALUE"),
     (["--cgroup", "v3"], "v1, v2 or none"),
     (["--out"], "needs a value"),

@@ -122,6 +122,16 @@ def test_signal_while_it_evaluates(script, epochs, tmp_path):
     assert (tmp_path / "last.status").read_text() == "preempted\n" and load_snapshot(last)["step"] == 2
     again = run(script, *flags, **how, timeout=300)
     assert again.status == 0 and f"steps 2 to {2 * epochs}" in again.stdout and "test accuracy" in again.stdout, again
+    status = Path(f"{last}.status")
+    status.unlink()
+    with start(program, *flags, **how) as job:  # finished, it tells its result again, or is stopped again
+        while not status.exists():
+            time.sleep(0.1)
+        time.sleep(1)
+        job.send(signal.SIGTERM)
+        result = job.finish(60)
+    assert result.status == (1 if how else 75) and status.read_text() == "preempted\n" and "test accuracy" not in result.stdout, result
+    assert run(script, *flags, **how, timeout=300).status == 0
     assert (tmp_path / "last.status").read_text() == "finished\n"
 
 

@@ -280,16 +280,16 @@ done
 PATH={sys.prefix}/bin:$PATH exec {real} "${{rest[@]}}"
 """)
     (tools / "srun").chmod(0o755)
-    (here / "pytorch.sqsh").touch()
+    (here / "mine.sqsh").touch()
     kept = here.parent / "disk/snapshots"  # which is not there yet
     kept.parent.mkdir()
     (here.parent / "link").symlink_to("disk")  # which the container does not have
     snapshot = here.parent / "link/snapshots/run.pt"
     job = submit(lab, project, here, "cpu-container", *LINEAR, "--checkpoint", snapshot, options=["--nodes=2"],
-                 PATH=f"{tools}:{os.environ['PATH']}")
+                 PATH=f"{tools}:{os.environ['PATH']}", IMAGE="mine.sqsh")  # which pyxis would ask a registry for
     completed(lab, here, job)
     image, mounts, workdir = (here / "options").read_text().splitlines()
-    assert (image, workdir) == (f"--container-image={here}/pytorch.sqsh", f"--container-workdir={here}")
+    assert (image, workdir) == (f"--container-image={here}/mine.sqsh", f"--container-workdir={here}")
     assert sorted(mounts.removeprefix("--container-mounts=").split(",")) == sorted(
         f"{folder}:{folder}" for folder in (here, kept, project / "cpu_ddp"))
     words = (here / "words").read_text().splitlines()
