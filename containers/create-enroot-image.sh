@@ -30,7 +30,7 @@ if ! enroot import --output "$folder/image.sqsh" "$image" 2>&1 | tee "$folder/lo
     case $reason in
         *"No space left"* | *"quota exceeded"*)
             remedy="free 20 GB, or set ENROOT_TEMP_PATH and ENROOT_CACHE_PATH to folders on a larger disk" ;;
-        *"daemon socket"* | *"connect to "* | *.sock*)
+        *"daemon socket"* | *.sock*)
             remedy="see whether ${image%%:*} runs here, and whether you may use it" ;;
         *"not permitted"* | *ermission*)
             remedy="have an administrator install enroot+caps, or set subordinate uids, as Enroot's installation says" ;;

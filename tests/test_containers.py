@@ -98,6 +98,7 @@ def test_enroot_image_of_another_image_at_another_place(enroot, tmp_path, image)
     ("echo '[ERROR] failed to create user namespace: Permission denied' >&2; exit 1", "enroot+caps"),
     ("echo '[INFO] Found 8d4013ab403' >&2; echo '[ERROR] Could not resolve host: x' >&2; exit 1", "registry"),
     ("echo 'permission denied while trying to connect to the Docker daemon socket' >&2; exit 1", "whether you may use it"),
+    ("echo 'curl: (7) Failed to connect to x port 443' >&2; exit 1", "way to the registry"),
     ("exit 1", "registry"),
     ("printf half >\"$OUTPUT\"", "no whole image"),
     ("true", "no whole image"),
