@@ -348,7 +348,7 @@ exit $status
 
 @pytest.mark.parametrize("disk, action, reason", [
     ("full", "cat /dev/zero >fill 2>/dev/null || true", "No space left"),
-    ("read-only", "mount -o remount,ro .", "Read-only file system"),
+    ("read-only", "until mount -o remount,ro . 2>/dev/null; do sleep 0.01; done", "Read-only file system"),
 ])
 def test_disk_that_takes_no_more(disk, action, reason, tmp_path):
     """A tmpfs of its own that gets full, or read-only, in the middle: one line, and the last good snapshot is whole."""
