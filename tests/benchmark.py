@@ -131,6 +131,13 @@ def finish(device):
         torch.cuda.synchronize()
 
 
+def leave_group():
+    """torch 2.6 destroys a group with Python's lock held, for which a thread of gloo's may still wait: let that one end first."""
+    if dist.is_initialized():
+        time.sleep(0.05)
+        dist.destroy_process_group()
+
+
 def run_script(module, case, flags):
     """Return what the script's own main() prints, with the time of each line."""
     clock = Clock()
@@ -142,8 +149,7 @@ def run_script(module, case, flags):
         signal.signal(signum, signal.SIG_DFL)
     if status not in (0, None):
         raise RuntimeError(f"{case.script} ended with {status}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_group()
     return clock
 
 
@@ -415,8 +421,7 @@ def work(rank, world_size, threads, tutorials, start_method, connection):
         if job not in (time_script, learn_script):  # main() forms a group of its own
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         answer = job(module, case, rank, device, *arguments)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_group()
         connection.send((answer, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # for the other group
