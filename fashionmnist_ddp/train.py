@@ -1,855 +1,380 @@
 #!/usr/bin/env python3
-"""Train a small CNN on Fashion-MNIST with DistributedDataParallel.
+"""Train a small CNN on Fashion-MNIST with DistributedDataParallel (DDP).
 
-Mirrors the HPC.NRW guide "Distributed Data Parallel (DDP) with PyTorch on HPC" (University of Bonn):
-its model, its batch and its launch by mp.spawn. The recipe is another: one cycle of Adam with a peak of 3e-3, flips and
-label smoothing; with --bf16 it reaches 92 % in a third of the time of the constant 1e-3 there.
-
-    python train.py                                   # one worker per visible GPU, or one on the CPU
-    python train.py --nproc 2                         # two workers, on the CPU too
+    python train.py                          # one process per GPU, or one on the CPU
+    python train.py --nproc 2                # two processes, also on the CPU
     torchrun --nproc-per-node=2 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 python train.py
 
-To train on your own images: return them from load_images, and your model from CNN.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. On the CPU, with the same number of
+processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM, SIGINT or SIGUSR1, a run
+saves a checkpoint and stops.
 
-With --checkpoint FILE the run may be killed at any moment and started again, and ends with the same
-bits (on GPUs with --deterministic). FILE.previous is the snapshot before; FILE.status says running,
-preempted or finished. A run that cannot save stops at once: better than hours that nothing keeps.
-Exit status: 0 finished, 75 stopped by a signal (start it again), 1 failed.
+Follows the HPC.NRW guide "Distributed Data Parallel (DDP) with PyTorch on HPC".
 """
 import argparse
 import contextlib
 import ctypes
-import gzip
-import io
 import math
 import os
 import re
 import signal
 import socket
 import sys
-import tempfile
-import threading
 import time
 import zipfile
 from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple
-
-LAUNCHER = os.getppid()  # asked before the imports that take seconds, since it may die meanwhile
-if __name__ in ("__main__", "__mp_main__"):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts, Ctrl-C ends even imports and waits in C++
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-import torchvision
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-
-DATASET, IMAGE_SHAPE = "FashionMNIST", (28, 28, 1)  # of torchvision.datasets
-FILES = "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
+from torch.utils.data import DistributedSampler
+from torchvision.datasets import FashionMNIST
 
 
-def parse_arguments():
-    parser = ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
-                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--epochs", type=at_least(1), default=5, help="passes over the data")
-    add("--batch-size", type=at_least(1), default=64, help="images per worker and step")
-    add("--lr", type=at_least(1e-9, float), default=3e-3, help="learning rate of Adam at its peak, after a fifth of the steps")
-    add("--seed", type=at_least(0), default=0, help="of the weights, the order, the flips and the dropout")
-    add("--nproc", type=at_least(1), help="workers that plain python starts (default: one per visible GPU, else 1)")
-    add("--data-dir", default="data", help="folder of the data set, which is downloaded if it is not there")
-    add("--fake-data", type=at_least(10), nargs="?", const=512, metavar="N", help="train on N generated images")
-    add("--checkpoint", metavar="FILE", help="snapshot to save and to resume from")
-    add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="snapshot interval")
-    add("--save-every-steps", type=at_least(1), metavar="STEPS", help="snapshot interval within long epochs")
-    add("--fresh", action="store_true", help="start over though there is a snapshot")
-    add("--log-every", type=at_least(1), default=100, metavar="STEPS", help="interval of progress lines")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="how long to wait for a silent worker")
-    add("--bf16", action="store_true", help="compute in bfloat16 where autocast finds it safe")
-    add("--compress", action="store_true", help="exchange gradients in bfloat16: half the bytes, for a slow network")
-    add("--deterministic", action="store_true", help="the same bits in every run on a GPU, more slowly")
+    add("--epochs", type=positive(int), default=5, help="passes over the data")
+    add("--batch-size", type=positive(int), default=64, help="images per process and step")
+    add("--lr", type=positive(float), default=3e-3, help="peak learning rate of Adam")
+    add("--seed", type=int, default=0, help="seed of weights, order, flips and dropout")
+    add("--bf16", action="store_true", help="train in bfloat16; slow on CPUs without AVX512-BF16 or AMX instructions")
+    add("--nproc", type=positive(int), help="processes that plain python starts (default: one per GPU)")
+    add("--data-dir", default="data", help="folder of the data set, downloaded if missing")
+    add("--fake-data", type=positive(int), nargs="?", const=512, metavar="N", help="train on N generated images")
+    add("--checkpoint", metavar="FILE", help="file to save to and to resume from")
+    add("--save-every", type=positive(int), default=1, metavar="EPOCHS", help="epochs between checkpoints")
+    add("--log-every", type=positive(int), default=20, metavar="STEPS", help="steps between log lines and stop checks")
+    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for another process")
     return parser.parse_args()
 
 
-class Dropout(nn.Dropout):
-    """nn.Dropout, but on a CPU it draws a byte for each element, not a float: a step takes a tenth less time."""
-
-    def forward(self, x):
-        dropped = round(256 * self.p)  # of the 256 bytes
-        if x.device.type != "cpu" or not self.training or dropped == 256:
-            return super().forward(x)
-        draws = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-2**63, None).view(torch.uint8)
-        return x * (draws[:x.numel()].view(x.shape) >= dropped) * (256 / (256 - dropped))
-
-
 class CNN(nn.Module):
-    """The tutorial's model: (N, 1, 28, 28) to (N, 10), 1.2 million parameters; fc1's inputs are in the order H, W, C."""
+    """The tutorial's model: images (N, 1, 28, 28) to logits (N, 10)."""
 
     def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
-        self.dropout1 = Dropout(0.25)
-        self.dropout2 = Dropout(0.5)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
         self.fc1 = nn.Linear(9216, 128)
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x):
         x = F.relu(self.conv1(x))
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        x = self.dropout1(torch.flatten(x.movedim(1, 3), 1))  # in the order of channels_last: nothing is copied
+        x = torch.flatten(self.dropout1(x), 1)
         return self.fc2(self.dropout2(F.relu(self.fc1(x))))
 
 
+def load_data(args, train):
+    """Return images (N, 1, 28, 28) as uint8 and labels (N,) as int64."""
+    if args.fake_data:
+        return fake_images(args.fake_data, (1, 28, 28), args.seed, train)
+    data = FashionMNIST(args.data_dir, train)
+    return data.data.unsqueeze(1), data.targets
+
+
 def augment(images):
-    """Flip the first half of uint8 images (N, 28, 28, 1) left to right: a random half, since the order is random."""
-    half = (len(images) + int(torch.randint(2, ()))) // 2
-    return torch.cat([images[:half].flip(2), images[half:]])
+    """Flip each image left to right with probability 0.5."""
+    flip = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
+    return torch.where(flip, images.flip(3), images)
 
 
-def prepare(images):
-    """Return uint8 images (N, 28, 28, 1) as floats from 0 to 1 (N, 1, 28, 28)."""
-    return images.movedim(3, 1).float().div_(255).contiguous(memory_format=torch.channels_last)
-
-
-def schedule(progress):
-    """Return the factor of the learning rate: up for the first fifth of the steps, then down to 0 (one cycle)."""
-    return min(progress / 0.2, (1 - progress) / 0.8)
+def preprocess(images):
+    """Return uint8 images as floats in [0, 1]."""
+    return images.float().div_(255).contiguous(memory_format=torch.channels_last)
 
 
 def main():
-    worker = find_worker()
-    args = parse_arguments()
+    args = parse_args()
+    setup_environment()
     nproc = args.nproc or max(1, torch.cuda.device_count())
-    if "RANK" in os.environ:
-        if args.nproc:
-            raise UserError("--nproc is for plain python: here the launcher starts the workers (torchrun --nproc-per-node)")
-    elif nproc > 1:
-        return spawn_workers(nproc)
-    return train(worker, args)
+    if nproc == 1 or "RANK" in os.environ:  # torchrun or srun has started this process
+        train(args)
+    else:
+        spawn(nproc, args)
 
 
-def spawn_workers(nproc):
-    """Run this script in nproc processes with torchrun's variables, pass signals on, return their exit status."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
-                      WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
-    workers = mp.spawn(spawned, nprocs=nproc, join=False)
+def spawn(nproc, args):
+    """Start nproc processes on this machine and forward signals to them."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]  # a free one
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+    workers = mp.spawn(spawned, (args,), nproc, join=False)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, lambda signum, _: [os.kill(each.pid, signum) for each in workers.processes if each.is_alive()])
+        signal.signal(signum, lambda signum, _: [os.kill(p.pid, signum) for p in workers.processes if p.is_alive()])
     try:
         while not workers.join():
             pass
-    except mp.ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
-    return 0
+    except mp.ProcessExitedException:
+        sys.exit(1)  # the process that failed has printed why
 
 
-def spawned(rank):
-    """Be one of spawn_workers' processes."""
+def spawned(rank, args):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    launch(lambda: train(find_worker(), parse_arguments()))
+    train(args)
 
 
-def train(worker, args):
-    """Train as one worker of the group; return the exit status."""
-    set_threads(worker)
-    keep_memory()
-    device, backend = pick_device(worker, args.deterministic)
-    join_group(worker, backend, args.timeout, device)
-    log = print if worker.rank == 0 else lambda *_: None
-    if not args.fake_data:
-        together(download, args, worker.rank == 0)
-        together(download, args, worker.local_rank == 0)  # where each node has a disk of its own
-    images, labels = [tensor.to(device) for tensor in together(load_images, args, True)]
-    test_images, test_labels = [tensor.to(device) for tensor in together(load_images, args, False)]
-    dataset = InMemory(images, labels)
-    checkpoint = args.checkpoint if worker.rank == 0 else None  # rank 0 alone reads and writes
-    run = {"script": "fashionmnist_ddp", "seed": args.seed, "lr": args.lr, "bf16": args.bf16,
-           "compress": args.compress, "data": args.fake_data or DATASET, "batch_size": args.batch_size,
-           "global_batch": args.batch_size * worker.world_size}
-    snapshot = load_snapshot(checkpoint, run, args.fresh)
-    step, run = snapshot["step"], snapshot["run"]
-    global_batch = run["global_batch"]  # a resumed run keeps its own when the number of workers changes
-    batch_size = share(global_batch, worker.world_size, len(dataset))
-    steps_per_epoch = math.ceil(len(dataset) / global_batch)
+def train(args):
+    rank, local_rank, world_size = setup_environment()
+    device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
+    if rank == 0:  # before the group is formed: an error here leaves no other process waiting in a collective
+        download(FashionMNIST, args)
+    checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]
+    init_group(rank, world_size, device, args.timeout)
+    dist.broadcast_object_list(checkpoint)
+    checkpoint = checkpoint[0]
+    if local_rank == 0:
+        download(FashionMNIST, args)  # on nodes that do not share the disk of rank 0
+    dist.barrier()
+    images, labels = (tensor.to(device) for tensor in load_data(args, train=True))
+    test_images, test_labels = (tensor.to(device) for tensor in load_data(args, train=False))
+
+    run = {"script": "fashionmnist_ddp", "images": len(images), "batch_size": args.batch_size, "lr": args.lr,
+           "seed": args.seed, "bf16": args.bf16}
+    global_batch = checkpoint.get("global_batch", args.batch_size * world_size)  # kept when the world size changes
+    if global_batch % world_size:
+        fail(f"the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
+    steps_per_epoch = math.ceil(len(images) / global_batch)
     total_steps = args.epochs * steps_per_epoch
-    log(f"fashionmnist_ddp: {describe_group()} | global batch {global_batch} of {len(dataset)} images, "
-        f"{len(test_labels)} to test | steps {step} to {total_steps}")
 
     torch.manual_seed(args.seed)
     model = CNN().to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule((step + 1) / (total_steps + 1)))
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    restore(snapshot, parts)
-    if step == 0:
-        together(save_snapshot, checkpoint, step, run, parts)  # a group that re-forms smaller keeps the global batch
-    together(set_status, checkpoint, "running")
-    stop = StopSignal()
-    if step >= total_steps:
-        hits, tested = evaluate(model, prepare, test_images, test_labels, stop)
-        if tested < len(test_labels):  # a signal has cut it short
-            return leave(checkpoint, args, step)
-        log(f"already finished, test accuracy {hits / tested:.4f} ({hits}/{tested}): more --epochs go on from {args.checkpoint}, "
-            "--fresh starts over")
-        set_status(checkpoint, "finished")
-        return 0
-    ddp_model = wrap(model, prepare(images[:2]), args.compress)
-    sampler = DistributedSampler(dataset, worker.world_size, worker.rank, seed=args.seed)
-    progress = Progress(args, stop, device, steps_per_epoch)
-    while step < total_steps:
-        epoch, first_batch = divmod(step, steps_per_epoch)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(  # linear warm-up over a fifth of the steps, then linear decay
+        optimizer, lambda step: min(1, (step + 1) / total_steps / 0.2, (1 - step / total_steps) / 0.8))
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    step = restore(checkpoint, run, state)
+    ddp_model = wrap_ddp(model, preprocess(images[:2]))
+    log(f"{world_size} processes on {device.type}, {torch.get_num_threads()} threads each | torch {torch.__version__}"
+        f" | global batch {global_batch} of {len(images)} images | steps {step} to {total_steps}")
+
+    signals = catch_signals()
+    sampler = DistributedSampler(images, seed=args.seed)
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # a finished epoch is only evaluated again
         sampler.set_epoch(epoch)
-        batches = list(BatchSampler(sampler, batch_size, drop_last=False))[first_batch:]
-        progress.start_epoch(step)
-        for x, y in DataLoader(dataset, sampler=batches, batch_size=None):  # indexes a whole batch at once
-            x, y = x.to(device), y.to(device)  # there already, but for a data set of your own
-            seed_step(device, args.seed, step, worker.rank)  # the step is the only state, for dropout too
-            optimizer.zero_grad()
+        batches = torch.tensor(list(sampler), device=device).split(global_batch // world_size)
+        first_step, start = step, time.perf_counter()
+        totals, samples = torch.zeros(2, dtype=torch.float64, device=device), 0  # loss and correct, of this rank
+        # With your own Dataset: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches[...]])
+        for indices in batches[step - epoch * steps_per_epoch:]:
+            x, y = images[indices], labels[indices]
+            torch.manual_seed(hash((args.seed, step, rank)))  # a resumed run repeats flips and dropout
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = ddp_model(prepare(augment(x)))
-                loss = F.cross_entropy(logits, y, label_smoothing=0.1)  # 0.4 % more test accuracy after 6 epochs
-            loss.backward()
+                logits = ddp_model(preprocess(augment(x)))
+                loss = F.cross_entropy(logits, y, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()  # DDP averages the gradients over all processes
             optimizer.step()
             scheduler.step()
             step += 1
-            progress.add(loss, (logits.argmax(1) == y).sum(), len(y))
-            stopped = progress.after(step)
-            if stopped or save_is_due(args, step, steps_per_epoch):
-                together(save_snapshot, checkpoint, step, run, parts)
-            if stopped and step < total_steps:
-                return leave(checkpoint, args, step)
-        loss, accuracy, seconds, speed = progress.epoch()
-        hits, tested = evaluate(model, prepare, test_images, test_labels, stop)
-        if tested < len(test_labels):  # a signal has cut it short
-            together(save_snapshot, checkpoint, step, run, parts)
-            return leave(checkpoint, args, step)
-        log(f"epoch {epoch + 1}/{args.epochs}  train loss {loss:.4f} accuracy {accuracy:.4f}  "
-            f"test accuracy {hits / tested:.4f} ({hits}/{tested})  {seconds:.1f} s  {speed:,.0f} images/s")
-    set_status(checkpoint, "finished")
-    return 0
+            totals += torch.stack([loss.detach() * len(y), (logits.argmax(1) == y).sum()])  # no GPU synchronization
+            samples += len(y)
+            if step % args.log_every == 0 or step % steps_per_epoch == 0:
+                loss, correct, count, stop = all_reduce_sum(*totals, samples, len(signals), device=device)
+                speed = (step - first_step) / (time.perf_counter() - start)  # steps/s
+                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss / count:.4f}  "
+                    f"accuracy {correct / count:.4f}  {speed * global_batch:,.0f} images/s  "
+                    f"{timedelta(seconds=round((total_steps - step) / speed))} left")
+                if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
+                    save_checkpoint(args.checkpoint, state, step=step, run=run, global_batch=global_batch)
+                if stop and step < total_steps:
+                    log(f"stopped by a signal after step {step}")
+                    dist.destroy_process_group()
+                    sys.exit(1)
+        correct, count = evaluate(model, preprocess, test_images, test_labels)
+        log(f"epoch {epoch + 1}/{args.epochs}  test accuracy {correct / count:.4f} ({correct:.0f}/{count:.0f})")
+    dist.destroy_process_group()
 
 
-# The blocks below are the same in all scripts of this collection: they keep a run going, whatever it trains.
-
-# --- shared: errors ---
-class UserError(Exception):
-    """A mistake that one line explains. Rank 0 prints it, unless `speaks` says whether this worker does."""
-
-    def __init__(self, message, speaks=None):
-        super().__init__(message)
-        self.speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """One that raises UserError: one line, not a page from every worker."""
-
-    def error(self, message):
-        raise UserError(f"{message} (see --help)")
-
-
-def at_least(minimum, kind=int):
-    """Return an argparse type for numbers from minimum on."""
+# --- shared: helpers ---
+def positive(kind):
     def number(text):
-        if not minimum <= kind(text) < 2**31:  # nor nan or inf
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} to {2**31 - 1}")
+        if not 0 < kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return kind(text)
     return number
 
 
-def one_line(error):
-    """Return what an exception says, on one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def fail(message):
+    sys.exit(f"error: {message} [rank {os.environ.get('RANK', 0)}]")
 
 
-def launch(main):
-    """Exit with main()'s status; a mistake, or the loss of the other workers, is one line and status 1."""
-    sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
-    status, problem = 1, None
-    try:
-        status = main()
-        if dist.is_initialized() and dist.get_backend() == "nccl":  # gloo's can wait for ever for a peer that has left
-            dist.destroy_process_group()
-    except OSError as error:  # the output is a closed pipe or a full disk, for example
-        problem = one_line(error)
-    except UserError as error:
-        if not error.speaks:
-            time.sleep(5)  # one that speaks leaves first, and its launcher then ends this one
-        problem = str(error) if error.speaks or not dist.is_initialized() else None
-    except RuntimeError as error:
-        if re.search(r"out of memory|can't allocate memory|ALLOC\w*_FAILED", str(error)):
-            problem = "out of memory: lower --batch-size or start more workers"
-        elif found := re.search("[^\n:]* does not have a deterministic implementation", str(error)):
-            problem = f"{found[0].strip()}: leave out --deterministic, or take another model"
-        elif isinstance(error, dist.DistError) or re.search("(?i)gloo|nccl|socket|connection|timed out", str(error)):
-            problem = (f"lost the other workers ({one_line(error)}): see whether they run and reach "
-                       f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, whether that port is free, and "
-                       "whether host names mean 127.* (then export GLOO_SOCKET_IFNAME=<interface>, for GPUs NCCL_SOCKET_IFNAME)")
-        else:
-            raise
-        rank = int(os.environ.get("RANK", 0))
-        problem += f" [rank {rank} on {socket.gethostname()}]"
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(signum, signal.SIG_DFL)
-        time.sleep(min(0.3 * rank, 3))  # the lowest rank speaks; its launcher then ends the others
-    with contextlib.suppress(OSError):
-        if problem:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-    os._exit(status)  # Python's own teardown can hang in a process group whose peer is gone
+def catch_signals():
+    """Return a list to which SIGTERM, SIGINT and SIGUSR1 are appended."""
+    signals = []
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, lambda signum, _: signals.append(signum))
+    return signals
+
+
+def configure_cpu(local_world_size):
+    """Set this process's share of the cores as threads, unless OMP_NUM_THREADS is set, and keep freed memory."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is None or (threads == "1" and local_world_size > 1):  # 1 is torchrun's default
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:  # a container's quota
+            quota, period = map(int, file.read().split())
+            cores = min(cores, quota // period)
+        torch.set_num_threads(max(1, cores // local_world_size))
+    with contextlib.suppress(AttributeError):  # glibc: reuse freed memory, for a fifth more images/s
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
+        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
 # --- end ---
 
 
-# --- shared: worker ---
-class Worker(NamedTuple):
-    """Who this process is, among all workers and among those of its machine."""
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    cpus: int = 0  # that a Slurm step grants to each task, where it says so
+# --- shared: processes ---
+def setup_environment():
+    """Return rank, local rank and world size, from torchrun's variables or from srun's, which are translated."""
+    env = os.environ
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])
+        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+        env.setdefault("MASTER_PORT", str(10000 + int(env["SLURM_JOB_ID"]) % 20000))
+    return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
-def find_worker():
-    """Return who this process is, from torchrun's variables, else from a Slurm step's, else alone.
+def init_group(rank, world_size, device, timeout):
+    """Initialize the process group: nccl for GPUs, gloo for CPUs."""
+    configure_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size,
+                            timeout=timedelta(seconds=timeout), device_id=device if device.type == "cuda" else None)
 
-    A Slurm step's are translated into torchrun's, which init_process_group reads. The leftovers of
-    an allocation, or the shell of `srun --pty`, are no step. UserError names what is missing or wrong.
+
+def wrap_ddp(model, example):
+    """Return model in DDP, with its gradient buckets in their final order.
+
+    DDP rebuilds the buckets after the first backward pass, which changes the order of summation. One pass before
+    training lets a resumed run sum in the same order as an uninterrupted one.
     """
-    env, cpus, names = os.environ, 0, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
-    in_pty = "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid())
-    try:
-        if not any(name in env for name in names[:3]):
-            if "SLURM_STEP_NUM_TASKS" not in env or in_pty:
-                return Worker(0, 0, 1, 1)
-            tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
-            job, restarts = int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT") or 0)
-            run_number = 100 * job + 10 * int(env["SLURM_STEP_ID"]) + restarts
-            first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n[07-09],m1 begins with n07
-            env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
-            env.setdefault("MASTER_PORT", str(10000 + run_number % 20000))  # below the ephemeral ports
-            env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
-                       LOCAL_WORLD_SIZE=str(-(-tasks // max(1, nodes))))
-            cpus = int(env.get("SLURM_CPUS_PER_TASK") or 0)
-        env.setdefault("LOCAL_WORLD_SIZE", "1")  # who starts workers by hand need not say it
-        rank, local_rank, world_size, local_world_size, port = [int(env[name]) for name in names[:5]]
-        if not (0 <= local_rank <= rank < world_size and 0 < local_world_size and 0 < port < 2**16 and env["MASTER_ADDR"]):
-            raise ValueError(" ".join(f"{name}={env[name]}" for name in names) + " do not fit together")
-        return Worker(rank, local_rank, world_size, local_world_size, cpus)
-    except KeyError as error:
-        problem = f"{error.args[0]} is missing from the environment"
-    except ValueError as error:
-        problem = f"wrong environment: {error}"
-    raise UserError(f"{problem}; start with torchrun or srun, or unset {', '.join(names[:3])} for one worker")
-
-
-def set_threads(worker):
-    """Give this worker its share of the cores it may run on, unless the user has set OMP_NUM_THREADS."""
-    chosen = os.environ.get("OMP_NUM_THREADS", "")
-    by_torchrun = chosen == "1" and worker.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
-    if chosen and not by_torchrun:  # which sets 1 for several workers: nobody's choice
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as limit:  # a container's
-        quota, period = map(int, limit.read().split())
-        cores = min(cores, max(1, quota // period))
-    torch.set_num_threads(worker.cpus or max(1, cores // worker.local_world_size))
-
-
-def keep_memory():
-    """Let the C library keep what a step frees, in blocks below 32 MB: else Linux clears it again for each, up to a fifth of a step."""
-    with contextlib.suppress(AttributeError):  # a C library that is not glibc
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: larger blocks go back, else holes could eat the memory
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: no limit to what is kept
-# --- end ---
-
-
-# --- shared: device ---
-def pick_device(worker, deterministic):
-    """Return this worker's device and its backend: its GPU and nccl, or the CPU and gloo.
-
-    UserError where a GPU cannot be used, or a node has fewer than workers, unless Slurm shows each task one of its own.
-    """
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        return torch.device("cpu"), "gloo"
-    by_slurm = "SLURM_STEP_NUM_TASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
-    index = 0 if gpus == 1 and by_slurm else worker.local_rank
-    if index >= gpus:
-        raise UserError(f"{worker.local_world_size} workers on {socket.gethostname()}, which shows {gpus} GPUs: start "
-                        f"{gpus} per node, or set CUDA_VISIBLE_DEVICES= to use the CPU", speaks=index == gpus)
-    torch.backends.cudnn.benchmark = not deterministic
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    try:
-        torch.cuda.set_device(index)
-        torch.ones(1, device="cuda").item()
-    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:  # an old driver, a lost GPU or somebody else's, for example
-        raise UserError(f"GPU {index} of {socket.gethostname()} cannot be used ({one_line(error)}): see nvidia-smi for its "
-                        "driver and its users, or set CUDA_VISIBLE_DEVICES= to use the CPU") from error
-    return torch.device("cuda", index), "nccl"
-
-
-def seed_step(device, *state):
-    """Seed what draws on the CPU and on this GPU, for a step. torch.manual_seed asks all kinds of devices: 20 times slower."""
-    for generator in [torch.default_generator] + [torch.cuda] * (device.type == "cuda"):
-        generator.manual_seed(hash(state))
-# --- end ---
-
-
-# --- shared: group ---
-def fresh_store(worker, timeout):
-    """Return a part of the workers' common store that no earlier start has used.
-
-    torchrun keeps one store through all its restarts, with the addresses of workers that have died. So rank 0 names
-    a new part to each worker that greets it, until all have confirmed; an old greeting does no harm.
-    """
-    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    if orphaned():
-        raise UserError("torchrun was killed: this worker leaves that port to its next start")
-    token, deadline = os.urandom(8).hex(), time.monotonic() + timeout
-    if worker.rank:
-        store.set(f"hello {worker.rank}", token)
-        part = store.get(f"answer {token}").decode()  # waits for it
-        store.set(f"{part} {worker.rank}", "here")
-        return dist.PrefixStore(part, store)
-    for rank in range(1, worker.world_size):
-        while not store.check([f"{token} {rank}"]):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"timed out waiting for rank {rank}")
-            if store.check([f"hello {rank}"]):
-                store.set(f"answer {store.get(f'hello {rank}').decode()}", token)
-            time.sleep(0.001)
-    return dist.PrefixStore(token, store)
-
-
-def join_group(worker, backend, timeout, device=None):
-    """Form the process group. A worker that does not come or answer within timeout seconds ends the run."""
-    def give_up():
-        with contextlib.suppress(OSError):
-            print("error: the other workers do not answer: see whether they run, or another program has the port "
-                  f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(timeout + 10 + min(0.3 * worker.rank, 3), give_up)  # the lowest rank speaks
-    timer.daemon = True
-    timer.start()
-    store = fresh_store(worker, timeout) if worker.world_size > 1 else dist.HashStore()  # alone: needs no port
-    dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size,
-                            timeout=timedelta(seconds=timeout), device_id=device if backend == "nccl" else None)
-    timer.cancel()
-
-
-def together(action, *arguments):
-    """Return action(*arguments), run on every worker; if it fails on any, the lowest one says why and all stop."""
-    result = problem = None
-    try:
-        result = action(*arguments)
-    except (UserError, OSError) as error:
-        problem = f"{error} [rank {dist.get_rank()} on {socket.gethostname()}]"
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise UserError(problem, speaks=rank == dist.get_rank())
-    return result
-
-
-def describe_group():
-    """Return the number of workers, their hosts, backend, threads and torch version, for the first line of the log."""
-    hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return (f"{len(hosts)} worker{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))} | {dist.get_backend()}, "
-            f"{torch.get_num_threads()} threads each | torch {torch.__version__}")
-
-
-def average_at_once(state, bucket):
-    """Average a small bucket over the workers, as a hook of DDP: each sends its own to all of them.
-
-    That is one round of messages, where gloo's ring takes 2 * (world_size - 1), and a small exchange is all waiting for
-    threads to wake up. Beyond about 256 KB for all the copies, the more bytes weigh more than the fewer rounds.
-    """
-    mine, world_size = bucket.buffer(), dist.get_world_size()
-    if mine.is_sparse:
-        return allreduce_hook(None, bucket)
-    of_all = mine.new_empty(world_size, len(mine))
-    dist.all_to_all_single(of_all, mine.div_(world_size).repeat(world_size, 1))  # float16's sum could overflow
-    done = torch.futures.Future()
-    done.set_result(mine.copy_(sum(of_all)))  # rank by rank: the same bits on any kind of CPU
-    return done
-
-
-def wrap(model, example, compress=False):
-    """Return model in DistributedDataParallel, its gradient buckets in their final order.
-
-    DDP reorders them after the first backward pass, and with them the order of summation. Done here, on
-    zeros like `example`, a resumed run sums as the undisturbed one. Two samples will do: BatchNorm needs more than one.
-    Its buffers are not broadcast every step: nobody reads them before the evaluation. On CPUs small buckets start the
-    exchange sooner; on GPUs DDP's default stays. With compress, gradients travel in bfloat16: half the bytes. On CPUs a
-    small model's are averaged in one round.
-    """
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=None if example.is_cuda else 1)
-    ddp_model.broadcast_buffers = False
-    if compress:  # in a lambda, since DDP refuses the hook by its name where there is no NCCL
-        ddp_model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-    elif not example.is_cuda and 1 < dist.get_world_size() <= 2**18 / sum(part.nbytes for part in model.parameters()):
-        ddp_model.register_comm_hook(None, average_at_once)
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    for _ in range(2):
-        ddp_model(torch.zeros_like(example)).sum().backward()
-    ddp_model.zero_grad()
-    for buffer, before in zip(model.buffers(), buffers):
-        buffer.copy_(before)
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ddp_model(example).sum().backward()
+    model.load_state_dict(before)
     return ddp_model
+
+
+def all_reduce_sum(*numbers, device):
+    """Return the sum of each number over all ranks."""
+    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def save_checkpoint(path, state, **values):
+    """Write the checkpoint on rank 0. All ranks wait for it, since a launcher ends all when one has left."""
+    if path and dist.get_rank() == 0:
+        write_checkpoint(path, state, **values)
+    dist.barrier()
+
+
+def log(message):
+    if dist.get_rank() == 0:
+        print(message, flush=True)
 # --- end ---
 
 
-# --- shared: stop signal ---
-def orphaned():
-    """Return whether torchrun was killed and has left this worker behind."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER
-
-
-class StopSignal:
-    """Remembers SIGTERM, SIGINT or SIGUSR1 until all workers leave together; a second one ends this worker at once.
-
-    Repeats within 2 seconds are one signal: torchrun and mp.spawn deliver some twice. A thread reads them from
-    a pipe, since a Python handler would not run while the main thread waits in a collective.
-    """
-
-    SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-
-    def __init__(self):
-        self.first = 0.0  # when the first signal came
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer)
-        for signum in self.SIGNALS:
-            signal.signal(signum, lambda *_: None)
-        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
-
-    def seen(self):
-        """Return whether to leave: a signal came, or nobody will send one any more."""
-        return self.first > 0 or orphaned()
-
-    @classmethod
-    def ignore(cls, *_):
-        """As worker_init_fn of a DataLoader: torchrun signals its processes too, but the training still needs them."""
-        for signum in cls.SIGNALS:
-            signal.signal(signum, signal.SIG_IGN)
-
-    def _watch(self, reader):
-        while True:
-            signum = os.read(reader, 1)[0]
-            if signum in self.SIGNALS:  # DataLoader's workers send SIGCHLD
-                self.first = self.first or time.monotonic()
-                if time.monotonic() - self.first > 2:
-                    os._exit(128 + signum)
-
-
-def farewell(args, step):
-    """Return what rank 0 says when a signal has stopped the run."""
-    command = "the same command without --fresh" if args.fresh else "the same command"
-    kept = f"{command} goes on from {args.checkpoint}" if args.checkpoint else "nothing is kept without --checkpoint"
-    return f"stopped by a signal after step {step}: {kept}"
-# --- end ---
-
-
-# --- shared: progress ---
-class Progress:
-    """Loss and hits of all workers, reduced about once a second: every step, it would cost half of a small one.
-
-    The stop signal rides on that reduction, so that all workers obey it after the same step.
-    """
-
-    def __init__(self, args, stop, device, steps_per_epoch):
-        self.args, self.stop, self.device, self.steps_per_epoch = args, stop, device, steps_per_epoch
-        self.interval = 1  # steps between two reductions
-
-    def start_epoch(self, step):
-        """Forget what was added: an epoch begins, or goes on, after this step."""
-        self.loss = self.hits = self.count = 0
-        self.totals, self.step = [0.0, 0.0, 0.0], step
-        self.start = self.time = time.perf_counter()
-
-    def add(self, loss, hits, count):
-        """Add a batch: its mean loss and its hits, tensors that nothing waits for yet, and its number of samples."""
-        self.loss += loss.detach() * count
-        self.hits += hits
-        self.count += count
-
-    def after(self, step):
-        """Report and reduce, if it is time to; return whether a signal has reached any worker."""
-        logs, steps = step % self.args.log_every == 0, step - self.step
-        if step % self.steps_per_epoch and not logs and steps < self.interval:
-            return False
-        mine = [float(self.loss), float(self.hits), self.count, self.stop.seen()]  # waits for a GPU, before the clock is read
-        seconds = time.perf_counter() - self.time
-        mine = torch.tensor([*mine, seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(mine)
-        *sums, stopped, worker_seconds = mine.tolist()
-        if not math.isfinite(sums[0]):
-            raise UserError(f"the loss is {sums[0]} at step {step}: lower --lr and start over with --fresh")
-        self.totals = [total + new for total, new in zip(self.totals, sums)]
-        steps_per_second = steps * dist.get_world_size() / worker_seconds
-        self.interval = max(1, min(2 * self.interval, int(steps_per_second)))
-        self.loss = self.hits = self.count = 0
-        self.step, self.time = step, time.perf_counter()
-        if logs and dist.get_rank() == 0:
-            steps = self.args.epochs * self.steps_per_epoch
-            left = timedelta(seconds=round((steps - step) / steps_per_second))
-            print(f"step {step}/{steps}  loss {sums[0] / sums[2]:.4f}  {sums[2] / seconds:,.0f} samples/s  {left} left")
-        return stopped > 0
-
-    def epoch(self):
-        """Return the epoch's mean loss, accuracy, seconds and samples per second."""
-        loss, hits, count = self.totals
-        seconds = time.perf_counter() - self.start
-        return loss / count, hits / count, seconds, count / seconds
-# --- end ---
-
-
-# --- shared: snapshot ---
-def write_whole(path, data, previous=None):
-    """Replace the file at path in one step, so that a kill leaves the old or the new; keep the old one as previous."""
+# --- shared: checkpoints ---
+def write_checkpoint(path, state, **values):
+    """Replace the file at path atomically, and keep the previous one as path.previous."""
+    checkpoint = values | {name: part.state_dict() for name, part in state.items()}
+    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+        fail(f"the weights are not finite: delete {path} and start over with a lower --lr")
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(f"{path}.tmp", "wb") as file:
-            file.write(data)
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        if previous and os.path.exists(path):
-            os.replace(path, previous)
+        if os.path.exists(path):
+            os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
+    except (OSError, RuntimeError) as error:
+        fail(f"cannot save {path} ({error}); the last checkpoint is intact")
+
+
+def load_checkpoint(path):
+    """Return the newest intact checkpoint of path and path.previous, or {}. A damaged one is renamed."""
+    if not path:
+        return {}
+    try:  # fail now, not at the first save
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        open(f"{path}.tmp", "wb").close()
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.remove(f"{path}.tmp")
-        raise UserError(f"{path} cannot be written ({error.strerror}): make room there, make it writable, keep other runs away, "
-                        "or choose another --checkpoint; then start again, the last good snapshot is whole") from error
-
-
-def set_status(path, word):
-    """Say in path.status whether the run is running, preempted or finished: torchrun hides its workers' exit status."""
-    if path:
-        write_whole(f"{path}.status", f"{word}\n".encode())
-
-
-def save_is_due(args, step, steps_per_epoch):
-    """Return whether --save-every, --save-every-steps or the end of the run asks for a snapshot after this step."""
-    every = args.save_every * steps_per_epoch, args.save_every_steps or math.inf, args.epochs * steps_per_epoch
-    return any(step % interval == 0 for interval in every)
-
-
-def save_snapshot(path, step, run, parts):
-    """Write the parts' state_dicts (model, optimizer, scheduler) after this step to path, and keep the snapshot before.
-
-    UserError, with both files as they were, where the weights are not finite or the disk does not take them.
-    """
-    if path:
-        data, state = io.BytesIO(), {name: part.state_dict() for name, part in parts.items()}
-        if not all(tensor.isfinite().all() for tensor in state["model"].values()):  # which would be resumed for ever
-            raise UserError(f"the weights are not finite after step {step}: lower --lr and start over with --fresh")
-        torch.save({"step": step, "run": run, **state}, data)
-        write_whole(path, data.getbuffer(), previous=f"{path}.previous")
-
-
-def read_snapshot(path):
-    """Return the state at path. Raises OSError, or whatever zipfile, pickle and torch make of a file that is not whole."""
-    with open(path, "rb") as file:
-        data = io.BytesIO(file.read())
-    with zipfile.ZipFile(data) as archive:  # torch.load does not look at the checksums, and reads nothing that is marked a folder
-        if archive.testzip() or any(entry.external_attr & 0x10 for entry in archive.infolist()):
-            raise ValueError("wrong checksum")
-    data.seek(0)
-    state = torch.load(data, map_location="cpu", weights_only=True)  # executes nothing
-    if set(state) != {"model", "optimizer", "scheduler", "step", "run"}:
-        raise ValueError("not a snapshot")
-    return state
-
-
-def find_snapshot(path, run, fresh):
-    """Return the newest whole snapshot of this run, or None. A damaged one is kept aside, never overwritten.
-
-    UserError if there is none whole, if one cannot be read, or if it is another run's: `run` differs in more than
-    how the global batch is split. A restart by torchrun or Slurm resumes in spite of `fresh`.
-    """
-    if path is not None and (not os.path.basename(path) or os.path.exists(path) and not os.path.isfile(path)):
-        raise UserError(f"--checkpoint '{path}' is empty, a folder or a device: name a file")
-    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT") or 0) for by in ("TORCHELASTIC", "SLURM"))
-    damage = None
-    for candidate in (path, f"{path}.previous") if path and (restarted or not fresh) else ():
+        fail(f"cannot write --checkpoint {path} ({error})")
+    for candidate in filter(os.path.exists, (path, f"{path}.previous")):
         try:
-            state = read_snapshot(candidate)
-            differing = [key for key in run if state["run"].get(key) != run[key]]
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies no checksums and skips "folders"
+                damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
+            if not damage:
+                return torch.load(candidate, map_location="cpu", weights_only=True)
+        except OSError as error:
+            fail(f"cannot read {candidate} ({error})")
         except Exception as error:
-            if isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error):  # the file may be whole
-                raise UserError(f"{candidate} cannot be read ({one_line(error)}): start again when it can, or move it away") from error
-            damage = damage or f"{candidate} is damaged ({one_line(error)})"
-            continue
-        if differing not in ([], ["batch_size"], ["global_batch"]):
-            both = ", ".join(f"{key} is {state['run'].get(key)} there, {run[key]} here" for key in differing)
-            raise UserError(f"{candidate} is of another run: {both}; give that run's flags, another --checkpoint, or --fresh")
-        if damage:
-            os.rename(path, f"{path}.damaged-{time.time_ns()}")
-            print(f"warning: {damage}: moved aside, going on from {candidate}", file=sys.stderr)
-        return state
-    if damage:
-        raise UserError(f"{damage} and no whole one is before it: move it away, or --fresh to start over")
-    return None
+            damage = error
+        print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
+        os.replace(candidate, f"{candidate}.damaged")
+    return {}
 
 
-def restore(snapshot, parts):
-    """Load the snapshot's state_dicts into the parts (model, optimizer, scheduler)."""
-    try:
-        for name, part in parts.items():
-            if name in snapshot:
-                part.load_state_dict(snapshot[name])
-        schedule = parts["scheduler"]  # --epochs may have changed, and with it the learning rate at this step
-        for group, lr, factor in zip(parts["optimizer"].param_groups, schedule.base_lrs, schedule.lr_lambdas):
-            group["lr"] = lr * factor(schedule.last_epoch)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"the snapshot does not fit this model ({one_line(error)}): give another --checkpoint, "
-                        "or --fresh to start over") from error
+def restore(checkpoint, run, state):
+    """Load this run's checkpoint into model, optimizer and scheduler; return its step, or 0."""
+    if not checkpoint:
+        return 0
+    if checkpoint.get("run") != run:
+        fail(f"the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
+    for name, part in state.items():
+        part.load_state_dict(checkpoint[name])
+    return checkpoint["step"]
 # --- end ---
 
 
-# --- shared: resume ---
-def load_snapshot(path, run, fresh):
-    """Return this run's snapshot on every worker, or one of step 0, without a model, where there is none.
-
-    Only rank 0 has a path and needs to see the file: the others may be on disks of their own.
-    """
-    found = [together(find_snapshot, path, run, fresh) or {"step": 0, "run": run}]
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
-def share(global_batch, world_size, samples):
-    """Return the samples per worker of a global batch; UserError where it cannot be split or exceeds the data."""
-    if global_batch > samples:
-        raise UserError(f"a global batch of {global_batch} is more than the {samples} training samples: "
-                        "lower --batch-size or start fewer workers")
-    if global_batch % world_size:
-        fitting = [str(n) for n in range(1, global_batch + 1) if global_batch % n == 0]
-        raise UserError(f"this run's global batch of {global_batch} cannot be split over {world_size} workers: "
-                        f"start {', '.join(fitting)}")
-    return global_batch // world_size
-
-
-def leave(checkpoint, args, step):
-    """Say that a signal has stopped the run after this step, which is saved; return the exit status."""
-    together(set_status, checkpoint, "preempted")  # nobody leaves before it is written
-    if dist.get_rank() == 0:
-        print(farewell(args, step))
-    return 75
-# --- end ---
-
-
-# --- shared: data ---
-class InMemory(TensorDataset):
-    """Gives a whole batch for a list of indices. index_select copies whole images: on a CPU 10 times faster than [indices]."""
-
-    def __getitem__(self, indices):
-        indices = torch.as_tensor(indices).to(self.tensors[0].device, non_blocking=True)  # a GPU's queue is not waited for
-        return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
-
-
-def load_images(args, train):
-    """Return images (N, H, W, C) as uint8 and labels (N,) as int64: all in memory, or --fake-data.
-
-    UserError names the folder and the files that torchvision expects there.
-    """
-    if args.fake_data:
-        return fake_images(args.fake_data if train else args.fake_data // 4, args.seed, train)
+# --- shared: images ---
+def download(dataset, args):
     try:
-        data = getattr(torchvision.datasets, DATASET)(args.data_dir, train=train)
-        images, labels = torch.as_tensor(data.data).contiguous(), torch.as_tensor(data.targets)
-        images = images.unsqueeze(3) if images.ndim == 3 else images
-        if images.shape != (len(labels), *IMAGE_SHAPE) or not 0 <= labels.min() <= labels.max() < 10:
-            raise ValueError("images and labels do not fit together")
-    except Exception as error:  # whatever torchvision makes of missing and damaged files
-        raise UserError(f"{DATASET} cannot be read from {args.data_dir} ({one_line(error)}): it needs {FILES} there; "
-                        "--data-dir names another folder, --fake-data needs none") from error
-    return images, labels
+        if not args.fake_data:
+            dataset(args.data_dir, download=True)  # does nothing if the data set is there
+    except (OSError, RuntimeError) as error:
+        fail(f"cannot find {dataset.__name__} in {args.data_dir} or download it; --fake-data needs no data "
+             f"({' '.join(str(error).split())})")
 
 
-def fake_images(count, seed, train):
-    """Return images like load_images, of ten classes that can be learned: 4 x 4 patches per class, mirrored, under noise."""
-    height, width, channels = IMAGE_SHAPE
-    patches = torch.randint(256, (10, 4, 2, channels), generator=torch.Generator().manual_seed(seed))
-    patches = torch.cat([patches, patches.flip(2)], 2)  # a flip keeps the class
-    patterns = patches.repeat_interleave(height // 4, dim=1).repeat_interleave(width // 4, dim=2)
-    labels = torch.arange(count) % 10
-    noise = torch.randint(256, (count, *IMAGE_SHAPE), generator=torch.Generator().manual_seed(2 * seed + 1 + train))
-    return ((2 * patterns[labels] + noise) // 3).to(torch.uint8), labels
-
-
-def download(args, is_my_task):
-    """Fetch the data set, if it is not there and this is the worker to do so; UserError if it cannot be had.
-
-    It goes into a folder of its own, then file by file into place, so that two runs at once do no harm.
-    """
-    if not is_my_task:
-        return
-    try:
-        load_images(args, train=True)
-        load_images(args, train=False)
-        return
-    except UserError as error:
-        missing = error
-    socket.setdefaulttimeout(30)  # a firewall that drops packets would hold this for minutes
-    try:
-        os.makedirs(args.data_dir, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=args.data_dir) as folder, contextlib.redirect_stdout(io.StringIO()):
-            for archive in Path(args.data_dir, DATASET, "raw").glob("*-ubyte.gz"):  # that somebody put there
-                unpacked = Path(folder, DATASET, "raw", archive.stem)
-                unpacked.parent.mkdir(parents=True, exist_ok=True)
-                unpacked.write_bytes(gzip.decompress(archive.read_bytes()))
-            getattr(torchvision.datasets, DATASET)(folder, download=True)  # what is still missing
-            for file in filter(Path.is_file, Path(folder).rglob("*")):
-                target = args.data_dir / file.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
-    except Exception as error:  # no network, a mirror that is down, a full disk
-        raise UserError(f"{missing}; downloading failed too ({one_line(error)})") from error
+def fake_images(count, shape, seed, train):
+    """Return uint8 images (count, *shape) of ten learnable classes and their labels; for testing a quarter as many."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = F.interpolate(torch.randint(256, (10, shape[0], 4, 4), generator=generator).float(), shape[1:])
+    labels = torch.arange(count if train else max(1, count // 4)) % 10
+    noise = torch.randint(256, (len(labels), *shape), generator=generator.manual_seed(2 * seed + 1 + train))
+    return ((2 * patterns[labels] + noise) / 3).to(torch.uint8), labels
 # --- end ---
 
 
 # --- shared: evaluation ---
 @torch.no_grad()
-def evaluate(model, prepare, images, labels, stop=None):
-    """Return how many of the test images all workers together get right, and how many they have seen: each counts once.
-
-    A sampler would pad to equal shares and count some twice. BatchNorm's statistics are rank 0's. A worker that `stop`
-    (a StopSignal) tells to leave sees no more: torchrun kills what has not left after 30 s.
-    """
+def evaluate(model, preprocess, inputs, labels):
+    """Return how many inputs are classified correctly and how many there are. Each is seen by exactly one rank."""
     for buffer in model.buffers():
-        dist.broadcast(buffer, 0)
+        dist.broadcast(buffer, 0)  # BatchNorm's running statistics
     model.eval()
-    counts = torch.zeros(2, dtype=torch.int64, device=labels.device)
     mine = slice(dist.get_rank(), None, dist.get_world_size())
-    for x, y in zip(images[mine].split(100), labels[mine].split(100)):
-        if stop and stop.seen():
-            break
-        counts[0] += (model(prepare(x)).argmax(1) == y).sum()
-        counts[1] += len(y)
+    batches = zip(inputs[mine].split(100), labels[mine].split(100))
+    correct = sum((model(preprocess(x)).argmax(1) == y).sum() for x, y in batches)
     model.train()
-    dist.all_reduce(counts)
-    return counts.tolist()
+    return all_reduce_sum(correct, len(labels[mine]), device=labels.device)
 # --- end ---
 
 
 if __name__ == "__main__":
-    launch(main)
+    main()
