@@ -293,7 +293,7 @@ def load_checkpoint(path):
                 damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
-        except OSError as error:
+        except (IsADirectoryError, PermissionError) as error:
             fail(f"cannot read {candidate} ({error})")
         except Exception as error:
             damage = error

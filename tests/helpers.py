@@ -90,12 +90,12 @@ class Job:
     def running(self):
         return any(process.poll() is None for process in self.processes)
 
-    def wait_for(self, pattern, timeout=90):
-        """Return the match of the regular expression in the output, as soon as it is there."""
+    def wait_for(self, pattern, timeout=90, start=0):
+        """Return the match of the regular expression in the output behind start, as soon as it is there."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             running = self.running()
-            if match := re.search(pattern, self.text, re.MULTILINE):
+            if match := re.search(pattern, self.text[start:], re.MULTILINE):
                 return match
             assert running, f"ended without {pattern!r}:\n{self.text}"
             time.sleep(0.02)

@@ -1,0 +1,267 @@
+"""Runs that are killed, damaged, restarted or resized end as undisturbed ones.
+
+bash tests/run.sh --all -s -k killed_at_random --chaos-kills 200      # prints what it did
+"""
+
+import contextlib
+import importlib.util
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+
+import pytest
+import torch
+from helpers import assert_equal, difference, free_port, load_checkpoint, run, script_path, start
+
+RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # as the README says for torchrun's restarts
+
+# --- kills. With dropout (fashionmnist, mnist), with BatchNorm (cifar10), on 1, 2 and 4 processes ---
+RUNS = {
+    "fashionmnist_ddp, python": ({}, ("--fake-data", 160, "--batch-size", 32, "--epochs", 12)),
+    "fashionmnist_ddp, mp.spawn": ({"launcher": "spawn", "nproc": 2},
+                                   ("--fake-data", 160, "--batch-size", 16, "--epochs", 12)),
+    "fashionmnist_ddp, torchrun": ({"launcher": "torchrun", "nproc": 4},
+                                   ("--fake-data", 160, "--batch-size", 8, "--epochs", 12)),
+    "cifar10_ddp, srun": ({"launcher": "srun", "nproc": 2}, ("--fake-data", 24, "--batch-size", 4, "--epochs", 6)),
+    "mnist_dp, python": ({}, ("--fake-data", 320, "--batch-size", 32, "--epochs", 6)),
+    "cpu_ddp, torchrun": ({"launcher": "torchrun", "nproc": 2}, ("--batch-size", 64, "--epochs", 60, "--save-every", 3)),
+    "synthetic_ddp, srun": ({"launcher": "srun", "nproc": 2}, ("--batch-size", 64, "--epochs", 40)),
+}
+WAYS = ("SIGTERM", "SIGKILL of all", "SIGKILL while saving", "SIGKILL of one process")
+
+
+def saving(checkpoint):
+    """Whether rank 0 is in the middle of saving: the temporary file has content, or the last file is renamed."""
+    with contextlib.suppress(OSError):
+        return os.path.getsize(f"{checkpoint}.tmp") > 0
+    return os.path.exists(f"{checkpoint}.previous") and not os.path.exists(checkpoint)
+
+
+def disturb(job, way, checkpoint, generator):
+    """Stop the job in this way, after some more steps; return whether that was while it saved."""
+    first, final = map(int, job.wait_for(r"steps (\d+) to (\d+)$").groups())
+    step = generator.randrange(first, max(first + 1, final * 3 // 4)) + 1
+    with contextlib.suppress(AssertionError):  # it has ended
+        job.wait_for(f"step {step}/")
+    time.sleep(generator.random() * 0.05)
+    if way == "SIGTERM":
+        job.send(signal.SIGTERM, generator.randrange(len(job.processes)))
+    elif way == "SIGKILL of one process" and len(job.processes) == 1:  # with several, srun would end the others
+        with contextlib.suppress(OSError):
+            os.kill(generator.choice(job.workers()), signal.SIGKILL)
+    else:
+        while way == "SIGKILL while saving" and job.running() and not saving(checkpoint):
+            pass
+        struck = saving(checkpoint)
+        job.kill()
+        return struck
+    return False
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_at_random_and_resumed_exactly(name, request, tmp_path):
+    script, (how, flags) = name.split(",")[0], RUNS[name]
+    flags = (*flags, "--log-every", 1)
+    assert run(script, *flags, "--checkpoint", tmp_path / "undisturbed", **how).status == 0
+    if how.get("launcher") == "srun":  # each rank has a disk of its own, and rank 0's is used
+        how = {**how, "rank_flags": lambda rank: ("--checkpoint", tmp_path / f"disk{rank}/run.pt")}
+    else:
+        flags = (*flags, "--checkpoint", tmp_path / "disk0/run.pt")
+    seed, kills = (request.config.getoption(option) for option in ("--chaos-seed", "--chaos-kills"))
+    generator, counts, runs, resumed = random.Random(f"{seed} {name}"), Counter(), 0, 0
+    ways = [*WAYS[:2], *generator.choices(WAYS, k=max(0, -(-kills // len(RUNS)) - 2))]
+    while ways:
+        runs, killed = runs + 1, 0
+        shutil.rmtree(tmp_path / "disk0", ignore_errors=True)
+        while True:
+            with start(script, *flags, **how) as job:
+                way = ways[0] if ways and killed < 5 else None
+                struck = way and disturb(job, way, tmp_path / "disk0/run.pt", generator)
+                result = job.finish()
+            resumed += "steps 0 to" not in result.text
+            if result.status == 0:  # perhaps before it was disturbed
+                break
+            assert way, f"--chaos-seed {seed}: ended by itself:\n{result.text}"
+            counts[f"{ways.pop(0)}{', while it saved' * struck}"] += 1
+            killed += 1
+        assert_equal(tmp_path / "disk0/run.pt", tmp_path / "undisturbed")
+    assert resumed
+    print(f"{name}: {runs} runs ended with equal checkpoints after {dict(counts)}; {resumed} starts resumed")
+
+
+# --- torchrun's restarts ---
+FLAGS = ("--epochs", 100, "--save-every", 1, "--log-every", 1, "--checkpoint")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The checkpoint of cpu_ddp with FLAGS on two processes."""
+    path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
+    assert run("cpu_ddp", *FLAGS, path, launcher="torchrun", nproc=2).status == 0
+    return path
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A file; a copy of cpu_ddp beside it, train.py, takes longer steps as long as the file is there."""
+    file, step = tmp_path / "slow", "            step += 1\n"
+    text = script_path("cpu_ddp").read_text()
+    assert text.count(step) == 1
+    text = text.replace(step, f"{step}            time.sleep(0.05 * os.path.exists({str(file)!r}))\n")
+    (tmp_path / "train.py").write_text(text)
+    file.touch()
+    return file
+
+
+def test_torchrun_restarts_a_killed_worker_twice(slow, undisturbed, tmp_path):
+    with start(tmp_path / "train.py", *FLAGS, tmp_path / "run.pt", launcher="torchrun", env=RESTARTS,
+               options=("--standalone", "--nproc-per-node=2", "--max-restarts=3")) as job:
+        position, steps = 0, []
+        for kill in (0, 1):
+            steps.append(int(job.wait_for(r"steps (\d+) to", start=position)[1]))
+            job.wait_for(f"step {steps[-1] + 40}/", start=position)
+            position = len(job.text)
+            os.kill(sorted(job.workers())[kill], signal.SIGKILL)
+        steps.append(int(job.wait_for(r"steps (\d+) to", start=position)[1]))
+        slow.unlink()
+        assert job.finish().status == 0 and 0 == steps[0] < steps[1] < steps[2], job.text
+    assert_equal(tmp_path / "run.pt", undisturbed)
+
+
+def test_elastic_agent_is_lost_and_comes_back(slow, undisturbed, tmp_path):
+    """One agent, joined by another one, which is killed and comes back: the global batch stays that of the first."""
+    options = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=elastic",
+               f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=1", "--local-addr=127.0.0.1")
+    agents, steps = [], []
+
+    def start_agent():
+        agents.append(stack.enter_context(start(tmp_path / "train.py", "--batch-size", 64, *FLAGS, tmp_path / "run.pt",
+                                                launcher="torchrun", options=options, env=RESTARTS)))
+
+    def wait_for_group(nproc, count):
+        """Wait until nproc processes have formed a group for the count-th time, and have saved a checkpoint."""
+        end = time.monotonic() + 150
+        while time.monotonic() < end and agents[0].running():
+            text = "".join(agent.text for agent in agents)
+            groups = re.findall(rf"^{nproc} processes .* global batch 64 of .* steps (\d+) to", text, re.MULTILINE)
+            if len(groups) == count:
+                step = max(map(int, groups))
+                with contextlib.suppress(FileNotFoundError):  # it is being replaced
+                    if load_checkpoint(tmp_path / "run.pt")["step"] > step:
+                        return steps.append(step)
+            time.sleep(0.05)
+        raise AssertionError(f"no group of {nproc}:\n" + "\n---\n".join(agent.text for agent in agents))
+
+    with contextlib.ExitStack() as stack:
+        start_agent()
+        wait_for_group(1, 1)
+        start_agent()
+        wait_for_group(2, 1)
+        agents[1].kill()
+        wait_for_group(1, 2)
+        start_agent()
+        wait_for_group(2, 2)
+        slow.unlink()
+        assert agents[0].finish().status == agents[2].finish().status == 0
+    assert 0 == steps[0] < steps[1] < steps[2] < steps[3]
+    assert load_checkpoint(tmp_path / "run.pt")["step"] == 3200
+    assert difference(tmp_path / "run.pt", undisturbed) < 1e-5
+
+
+# --- damaged checkpoints ---
+@pytest.fixture(scope="module")
+def cpu_ddp():
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("cpu_ddp", script_path("cpu_ddp"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_flipped_bits_and_truncations_are_detected(cpu_ddp, tmp_path, request):
+    """A damaged file is renamed, not used; only a bit that changes nothing that is loaded may pass."""
+    path, damaged = str(tmp_path / "run.pt"), tmp_path / "run.pt.damaged"
+    assert run("cpu_ddp", "--epochs", 1, "--checkpoint", path).status == 0
+    content, original = (tmp_path / "run.pt").read_bytes(), load_checkpoint(path)
+    generator = random.Random(request.config.getoption("--chaos-seed"))
+    entries = content.index(b"PK\1\2")  # the archive's directory, where a bit can mark a tensor as a folder
+    positions = [*range(8 * entries, 8 * len(content)), *(generator.randrange(8 * entries) for _ in range(500))]
+    renamed = 0
+    for bit in positions:
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "run.pt").write_bytes(flipped)
+        loaded = cpu_ddp.load_checkpoint(path)
+        if loaded:
+            assert_equal(loaded, original, f"bit {bit}")
+        else:
+            assert damaged.read_bytes() == flipped and not os.path.exists(path)
+            renamed += 1
+    assert renamed > len(positions) / 2
+    for size in [0, 1, len(content) - 1, *(generator.randrange(len(content)) for _ in range(50))]:
+        (tmp_path / "run.pt").write_bytes(content[:size])
+        assert cpu_ddp.load_checkpoint(path) == {} and damaged.read_bytes() == content[:size]
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("kind", ("truncated", "malicious"))
+def test_resume_from_the_previous_checkpoint(kind, tmp_path):
+    command = ("cpu_ddp", "--epochs", 20, "--save-every", 5, "--checkpoint", "run.pt")
+    assert run(*command, cwd=tmp_path).status == 0
+    shutil.copy(tmp_path / "run.pt", tmp_path / "undisturbed")
+    if kind == "truncated":
+        os.truncate(tmp_path / "run.pt", 1000)
+    else:
+        torch.save({"model": Malicious()}, tmp_path / "run.pt")
+    content = (tmp_path / "run.pt").read_bytes()
+    result = run(*command, cwd=tmp_path)
+    assert result.status == 0 and "steps 960 to 1280" in result.text, result.text
+    assert (tmp_path / "run.pt.damaged").read_bytes() == content and not (tmp_path / "executed").exists()
+    assert_equal(tmp_path / "run.pt", tmp_path / "undisturbed")
+
+
+def test_full_disk(tmp_path):
+    """The third checkpoint does not fit: the run ends, and the second one is intact."""
+    if os.geteuid():
+        pytest.skip("mounting a small disk needs root: sudo bash tests/run.sh --all")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", tmp_path], check=True, timeout=30)
+    try:  # a checkpoint takes 14 MB
+        command = ("fashionmnist_ddp", "--fake-data", 64, "--batch-size", 16, "--epochs", 4, "--checkpoint", tmp_path / "run.pt")
+        result = run(*command, launcher="torchrun", nproc=2)
+        assert result.status != 0 and len(result.errors) == 1 and "run.pt" in result.errors[0], result.text
+        assert load_checkpoint(tmp_path / "run.pt")["step"] == 4
+        assert load_checkpoint(tmp_path / "run.pt.previous")["step"] == 2
+        subprocess.run(["mount", "-o", "remount,size=80m", tmp_path], check=True, timeout=30)
+        assert run(*command, launcher="torchrun", nproc=2).status == 0
+        assert load_checkpoint(tmp_path / "run.pt")["step"] == 8
+    finally:
+        subprocess.run(["umount", tmp_path], check=True, timeout=30)
+
+
+# --- a process that hangs ---
+@pytest.mark.parametrize("stopped", (0, 1))
+def test_stopped_process_ends_the_others_within_timeout(stopped, tmp_path):
+    with start("cpu_ddp", "--epochs", 100000, "--log-every", 1, "--timeout", 5, launcher="srun", nproc=2) as job:
+        job.wait_for("step 7/")
+        job.send(signal.SIGSTOP, stopped)
+        assert job.processes[1 - stopped].wait(60) != 0
+
+
+# --- the same weights, however many processes ---
+@pytest.mark.parametrize("script", ("cpu_ddp", "synthetic_ddp"))
+def test_same_weights_on_1_2_and_4_processes(script, tmp_path):
+    for nproc in (1, 2, 4):
+        assert run(script, "--epochs", 2, "--batch-size", 64 // nproc, "--checkpoint", tmp_path / f"{nproc}",
+                   launcher="torchrun", nproc=nproc).status == 0
+        assert difference(tmp_path / "1", tmp_path / f"{nproc}") < 1e-5
+    assert run(script, "--epochs", 2, "--batch-size", 64, "--seed", 1, "--checkpoint", tmp_path / "seed 1").status == 0
+    assert difference(tmp_path / "1", tmp_path / "seed 1") > 1e-3
