@@ -24,6 +24,7 @@ this_machine() {    # CPUs=N ... RealMemory=N [Gres=gpu:N]
     local node memory gpus
     node=$(slurmd -C | sed -n 's/^NodeName=[^ ]* //p') || die "requires slurmd, or the KEY=VALUEs of each --node"
     memory=${node##*RealMemory=}
+    memory=${memory%% *}
     # 5 % less: Slurm drains a node that has less memory than configured, as after an update of its kernel
     node=${node/RealMemory=$memory/RealMemory=$((memory * 95 / 100))}
     gpus=$(find /dev -maxdepth 1 -regex '/dev/nvidia[0-9]+' | wc -l)
