@@ -6,9 +6,9 @@
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 python train.py
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. On the CPU, with the same number of
-processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM, SIGINT or SIGUSR1, a run
-saves a checkpoint and stops.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. On SIGTERM or SIGINT, a run saves at
+the next log line and exits with status 1; after SIGKILL, it resumes from its last checkpoint. On the CPU, with the same
+number of processes and threads, it ends with exactly the weights of an uninterrupted run.
 
 Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyTorch DDP in 5 Minutes (CPU)"
 (Kubernetes) of awsome-distributed-training.
@@ -46,7 +46,7 @@ def parse_args():
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from")
     add("--save-every", type=positive(int), default=10, metavar="EPOCHS", help="epochs between checkpoints")
     add("--log-every", type=positive(int), default=100, metavar="STEPS", help="steps between log lines and stop checks")
-    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for another process")
+    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for other processes")
     return parser.parse_args()
 
 
@@ -61,7 +61,7 @@ def generate_data(samples, seed):
 def train(args):
     rank, _, world_size = setup_environment()
     device = torch.device("cpu")
-    # Before the group is formed: an error here leaves no other process waiting in a collective.
+    # Before the group is formed: if this fails, the launcher ends the other processes.
     checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]
     init_group(rank, world_size, device, args.timeout)
     dist.broadcast_object_list(checkpoint)
@@ -72,7 +72,7 @@ def train(args):
            "seed": args.seed, "bf16": args.bf16}
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)  # kept when the world size changes
     if global_batch % world_size:
-        fail(f"the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
+        sys.exit(f"error: the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
     steps_per_epoch = math.ceil(len(inputs) / global_batch)
     total_steps = args.epochs * steps_per_epoch
 
@@ -90,11 +90,11 @@ def train(args):
     sampler = DistributedSampler(inputs, seed=args.seed)
     for epoch in range(step // steps_per_epoch, args.epochs):
         sampler.set_epoch(epoch)
-        batches = torch.tensor(list(sampler)).split(global_batch // world_size)
+        batches = torch.tensor(list(sampler)).split(global_batch // world_size)[step - epoch * steps_per_epoch:]
         first_step, start = step, time.perf_counter()
-        total_loss = samples = 0  # of this rank
-        # With your own Dataset: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches[...]])
-        for indices in batches[step - epoch * steps_per_epoch:]:
+        total_loss = samples = 0  # of this process
+        # Larger than memory: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches]):
+        for indices in batches:
             x, y = inputs[indices], targets[indices]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 loss = F.mse_loss(ddp_model(x), y)
@@ -106,9 +106,9 @@ def train(args):
             total_loss += loss.detach() * len(y)
             samples += len(y)
             if step % args.log_every == 0 or step % steps_per_epoch == 0:
-                loss, count, stop = all_reduce_sum(total_loss, samples, len(signals), device=device)
+                loss_sum, count, stop = all_reduce_sum(total_loss, samples, len(signals), device=device)
                 speed = (step - first_step) / (time.perf_counter() - start)  # steps/s
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss / count:.5f}  "
+                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss_sum / count:.5f}  "
                     f"{speed * global_batch:,.0f} samples/s  "
                     f"{timedelta(seconds=round((total_steps - step) / speed))} left")
                 if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
@@ -121,6 +121,7 @@ def train(args):
     dist.destroy_process_group()
 
 
+# The shared blocks are identical in all scripts of this collection.
 # --- shared: helpers ---
 def positive(kind):
     def number(text):
@@ -128,10 +129,6 @@ def positive(kind):
             raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return kind(text)
     return number
-
-
-def fail(message):
-    sys.exit(f"error: {message} [rank {os.environ.get('RANK', 0)}]")
 
 
 def catch_signals():
@@ -143,7 +140,7 @@ def catch_signals():
 
 
 def configure_cpu(local_world_size):
-    """Set this process's share of the cores as threads, unless OMP_NUM_THREADS is set, and keep freed memory."""
+    """Use this process's share of the CPU cores, unless OMP_NUM_THREADS is set, and keep freed memory."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None or (threads == "1" and local_world_size > 1):  # 1 is torchrun's default
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -151,7 +148,7 @@ def configure_cpu(local_world_size):
             quota, period = map(int, file.read().split())
             cores = min(cores, quota // period)
         torch.set_num_threads(max(1, cores // local_world_size))
-    with contextlib.suppress(AttributeError):  # glibc: reuse freed memory, for a fifth more images/s
+    with contextlib.suppress(AttributeError):  # glibc: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
 # --- end ---
@@ -180,10 +177,10 @@ def init_group(rank, world_size, device, timeout):
 
 
 def wrap_ddp(model, example):
-    """Return model in DDP, with its gradient buckets in their final order.
+    """Return model in DDP, after one forward and backward pass on example, which changes neither weights nor buffers.
 
-    DDP rebuilds the buckets after the first backward pass, which changes the order of summation. One pass before
-    training lets a resumed run sum in the same order as an uninterrupted one.
+    DDP rebuilds its gradient buckets after the first pass, which changes the order of summation. With this pass, a
+    resumed run sums in the same order as an uninterrupted one.
     """
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -200,7 +197,7 @@ def all_reduce_sum(*numbers, device):
 
 
 def save_checkpoint(path, state, **values):
-    """Write the checkpoint on rank 0. All ranks wait for it, since a launcher ends all when one has left."""
+    """Save on rank 0. The other ranks wait: when a process exits, its launcher ends the others."""
     if path and dist.get_rank() == 0:
         write_checkpoint(path, state, **values)
     dist.barrier()
@@ -217,7 +214,7 @@ def write_checkpoint(path, state, **values):
     """Replace the file at path atomically, and keep the previous one as path.previous."""
     checkpoint = values | {name: part.state_dict() for name, part in state.items()}
     if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-        fail(f"the weights are not finite: delete {path} and start over with a lower --lr")
+        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
     try:
         with open(f"{path}.tmp", "wb") as file:
             torch.save(checkpoint, file)
@@ -227,7 +224,7 @@ def write_checkpoint(path, state, **values):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        fail(f"cannot save {path} ({error}); the last checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
 
 
 def load_checkpoint(path):
@@ -238,15 +235,15 @@ def load_checkpoint(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         open(f"{path}.tmp", "wb").close()
     except OSError as error:
-        fail(f"cannot write --checkpoint {path} ({error})")
+        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
     for candidate in filter(os.path.exists, (path, f"{path}.previous")):
         try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies no checksums and skips "folders"
+            with zipfile.ZipFile(candidate) as archive:  # torch.load does not verify it
                 damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
         except (IsADirectoryError, PermissionError) as error:
-            fail(f"cannot read {candidate} ({error})")
+            sys.exit(f"error: cannot read {candidate} ({error})")
         except Exception as error:
             damage = error
         print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
@@ -259,7 +256,7 @@ def restore(checkpoint, run, state):
     if not checkpoint:
         return 0
     if checkpoint.get("run") != run:
-        fail(f"the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
+        sys.exit(f"error: the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
     for name, part in state.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]

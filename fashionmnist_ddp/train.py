@@ -7,9 +7,9 @@
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 python train.py
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. On the CPU, with the same number of
-processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM, SIGINT or SIGUSR1, a run
-saves a checkpoint and stops.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. On SIGTERM or SIGINT, a run saves at
+the next log line and exits with status 1; after SIGKILL, it resumes from its last checkpoint. On the CPU, with the same
+number of processes and threads, it ends with exactly the weights of an uninterrupted run.
 
 Follows the HPC.NRW guide "Distributed Data Parallel (DDP) with PyTorch on HPC".
 """
@@ -45,18 +45,18 @@ def parse_args():
     add("--lr", type=positive(float), default=3e-3, help="peak learning rate of Adam")
     add("--seed", type=int, default=0, help="seed of weights, order, flips and dropout")
     add("--bf16", action="store_true", help="train in bfloat16; slow on CPUs without AVX512-BF16 or AMX instructions")
-    add("--nproc", type=positive(int), help="processes that plain python starts (default: one per GPU)")
+    add("--nproc", type=positive(int), help="processes that python starts; one per GPU if not given")
     add("--data-dir", default="data", help="folder of the data set, downloaded if missing")
     add("--fake-data", type=positive(int), nargs="?", const=512, metavar="N", help="train on N generated images")
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from")
     add("--save-every", type=positive(int), default=1, metavar="EPOCHS", help="epochs between checkpoints")
     add("--log-every", type=positive(int), default=20, metavar="STEPS", help="steps between log lines and stop checks")
-    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for another process")
+    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for other processes")
     return parser.parse_args()
 
 
 class CNN(nn.Module):
-    """The tutorial's model: images (N, 1, 28, 28) to logits (N, 10)."""
+    """The model of the guide: images (N, 1, 28, 28) to logits (N, 10)."""
 
     def __init__(self):
         super().__init__()
@@ -95,9 +95,9 @@ def preprocess(images):
 
 def main():
     args = parse_args()
-    setup_environment()
+    setup_environment()  # sets RANK under srun
     nproc = args.nproc or max(1, torch.cuda.device_count())
-    if nproc == 1 or "RANK" in os.environ:  # torchrun or srun has started this process
+    if nproc == 1 or "RANK" in os.environ:  # one process, or torchrun or srun has started several
         train(args)
     else:
         spawn(nproc, args)
@@ -106,10 +106,9 @@ def main():
 def spawn(nproc, args):
     """Start nproc processes on this machine and forward signals to them."""
     with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]  # a free one
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
-    workers = mp.spawn(spawned, (args,), nproc, join=False)
+        port = str(server.getsockname()[1])  # free at the moment
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+    workers = mp.spawn(run_worker, (args,), nproc, join=False)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, lambda signum, _: [os.kill(p.pid, signum) for p in workers.processes if p.is_alive()])
     try:
@@ -119,21 +118,23 @@ def spawn(nproc, args):
         sys.exit(1)  # the process that failed has printed why
 
 
-def spawned(rank, args):
+def run_worker(rank, args):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as KeyboardInterrupt, mp.spawn would take it for success
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     train(args)
 
 
 def train(args):
     rank, local_rank, world_size = setup_environment()
+    # srun may show each process only its own GPU
     device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
-    if rank == 0:  # before the group is formed: an error here leaves no other process waiting in a collective
+    if rank == 0:  # before the group is formed: if this fails, the launcher ends the other processes
         download(FashionMNIST, args)
     checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]
     init_group(rank, world_size, device, args.timeout)
     dist.broadcast_object_list(checkpoint)
     checkpoint = checkpoint[0]
-    if local_rank == 0:
+    if local_rank == 0 and rank > 0:
         download(FashionMNIST, args)  # on nodes that do not share the disk of rank 0
     dist.barrier()
     images, labels = (tensor.to(device) for tensor in load_data(args, train=True))
@@ -143,7 +144,7 @@ def train(args):
            "seed": args.seed, "bf16": args.bf16}
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)  # kept when the world size changes
     if global_batch % world_size:
-        fail(f"the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
+        sys.exit(f"error: the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
     steps_per_epoch = math.ceil(len(images) / global_batch)
     total_steps = args.epochs * steps_per_epoch
 
@@ -160,15 +161,16 @@ def train(args):
 
     signals = catch_signals()
     sampler = DistributedSampler(images, seed=args.seed)
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # a finished epoch is only evaluated again
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # evaluate a finished epoch again
         sampler.set_epoch(epoch)
         batches = torch.tensor(list(sampler), device=device).split(global_batch // world_size)
+        batches = batches[step - epoch * steps_per_epoch:]
         first_step, start = step, time.perf_counter()
-        totals, samples = torch.zeros(2, dtype=torch.float64, device=device), 0  # loss and correct, of this rank
-        # With your own Dataset: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches[...]])
-        for indices in batches[step - epoch * steps_per_epoch:]:
+        totals, samples = torch.zeros(2, dtype=torch.float64, device=device), 0  # loss and correct, of this process
+        # Larger than memory: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches]):
+        for indices in batches:
             x, y = images[indices], labels[indices]
-            torch.manual_seed(hash((args.seed, step, rank)))  # a resumed run repeats flips and dropout
+            torch.manual_seed(hash((args.seed, step, rank)))  # a resumed run repeats the flips and the dropout
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 logits = ddp_model(preprocess(augment(x)))
                 loss = F.cross_entropy(logits, y, label_smoothing=0.1)
@@ -180,9 +182,9 @@ def train(args):
             totals += torch.stack([loss.detach() * len(y), (logits.argmax(1) == y).sum()])  # no GPU synchronization
             samples += len(y)
             if step % args.log_every == 0 or step % steps_per_epoch == 0:
-                loss, correct, count, stop = all_reduce_sum(*totals, samples, len(signals), device=device)
+                loss_sum, correct, count, stop = all_reduce_sum(*totals, samples, len(signals), device=device)
                 speed = (step - first_step) / (time.perf_counter() - start)  # steps/s
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss / count:.4f}  "
+                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss_sum / count:.4f}  "
                     f"accuracy {correct / count:.4f}  {speed * global_batch:,.0f} images/s  "
                     f"{timedelta(seconds=round((total_steps - step) / speed))} left")
                 if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
@@ -196,6 +198,7 @@ def train(args):
     dist.destroy_process_group()
 
 
+# The shared blocks are identical in all scripts of this collection.
 # --- shared: helpers ---
 def positive(kind):
     def number(text):
@@ -203,10 +206,6 @@ def positive(kind):
             raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return kind(text)
     return number
-
-
-def fail(message):
-    sys.exit(f"error: {message} [rank {os.environ.get('RANK', 0)}]")
 
 
 def catch_signals():
@@ -218,7 +217,7 @@ def catch_signals():
 
 
 def configure_cpu(local_world_size):
-    """Set this process's share of the cores as threads, unless OMP_NUM_THREADS is set, and keep freed memory."""
+    """Use this process's share of the CPU cores, unless OMP_NUM_THREADS is set, and keep freed memory."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None or (threads == "1" and local_world_size > 1):  # 1 is torchrun's default
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -226,7 +225,7 @@ def configure_cpu(local_world_size):
             quota, period = map(int, file.read().split())
             cores = min(cores, quota // period)
         torch.set_num_threads(max(1, cores // local_world_size))
-    with contextlib.suppress(AttributeError):  # glibc: reuse freed memory, for a fifth more images/s
+    with contextlib.suppress(AttributeError):  # glibc: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
 # --- end ---
@@ -255,10 +254,10 @@ def init_group(rank, world_size, device, timeout):
 
 
 def wrap_ddp(model, example):
-    """Return model in DDP, with its gradient buckets in their final order.
+    """Return model in DDP, after one forward and backward pass on example, which changes neither weights nor buffers.
 
-    DDP rebuilds the buckets after the first backward pass, which changes the order of summation. One pass before
-    training lets a resumed run sum in the same order as an uninterrupted one.
+    DDP rebuilds its gradient buckets after the first pass, which changes the order of summation. With this pass, a
+    resumed run sums in the same order as an uninterrupted one.
     """
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -275,7 +274,7 @@ def all_reduce_sum(*numbers, device):
 
 
 def save_checkpoint(path, state, **values):
-    """Write the checkpoint on rank 0. All ranks wait for it, since a launcher ends all when one has left."""
+    """Save on rank 0. The other ranks wait: when a process exits, its launcher ends the others."""
     if path and dist.get_rank() == 0:
         write_checkpoint(path, state, **values)
     dist.barrier()
@@ -292,7 +291,7 @@ def write_checkpoint(path, state, **values):
     """Replace the file at path atomically, and keep the previous one as path.previous."""
     checkpoint = values | {name: part.state_dict() for name, part in state.items()}
     if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-        fail(f"the weights are not finite: delete {path} and start over with a lower --lr")
+        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
     try:
         with open(f"{path}.tmp", "wb") as file:
             torch.save(checkpoint, file)
@@ -302,7 +301,7 @@ def write_checkpoint(path, state, **values):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        fail(f"cannot save {path} ({error}); the last checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
 
 
 def load_checkpoint(path):
@@ -313,15 +312,15 @@ def load_checkpoint(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         open(f"{path}.tmp", "wb").close()
     except OSError as error:
-        fail(f"cannot write --checkpoint {path} ({error})")
+        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
     for candidate in filter(os.path.exists, (path, f"{path}.previous")):
         try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies no checksums and skips "folders"
+            with zipfile.ZipFile(candidate) as archive:  # torch.load does not verify it
                 damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
         except (IsADirectoryError, PermissionError) as error:
-            fail(f"cannot read {candidate} ({error})")
+            sys.exit(f"error: cannot read {candidate} ({error})")
         except Exception as error:
             damage = error
         print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
@@ -334,7 +333,7 @@ def restore(checkpoint, run, state):
     if not checkpoint:
         return 0
     if checkpoint.get("run") != run:
-        fail(f"the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
+        sys.exit(f"error: the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
     for name, part in state.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
@@ -345,14 +344,14 @@ def restore(checkpoint, run, state):
 def download(dataset, args):
     try:
         if not args.fake_data:
-            dataset(args.data_dir, download=True)  # does nothing if the data set is there
+            dataset(args.data_dir, download=True)  # only if it is missing
     except (OSError, RuntimeError) as error:
-        fail(f"cannot find {dataset.__name__} in {args.data_dir} or download it; --fake-data needs no data "
-             f"({' '.join(str(error).split())})")
+        sys.exit(f"error: cannot find {dataset.__name__} in {args.data_dir} or download it; --fake-data needs no data "
+                 f"({' '.join(str(error).split())})")
 
 
 def fake_images(count, shape, seed, train):
-    """Return uint8 images (count, *shape) of ten learnable classes and their labels; for testing a quarter as many."""
+    """Return uint8 images (count, *shape) of ten learnable classes and their labels; a quarter as many to test."""
     generator = torch.Generator().manual_seed(seed)
     patterns = F.interpolate(torch.randint(256, (10, shape[0], 4, 4), generator=generator).float(), shape[1:])
     labels = torch.arange(count if train else max(1, count // 4)) % 10
@@ -366,7 +365,7 @@ def fake_images(count, shape, seed, train):
 def evaluate(model, preprocess, inputs, labels):
     """Return how many inputs are classified correctly and how many there are. Each is seen by exactly one rank."""
     for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # BatchNorm's running statistics
+        dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
     model.eval()
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     batches = zip(inputs[mine].split(100), labels[mine].split(100))

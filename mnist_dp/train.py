@@ -5,9 +5,9 @@
     python train.py --device-ids 0,1         # these two GPUs
     srun --gpus=4 python train.py
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. On the CPU, with the same number of
-threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM, SIGINT or SIGUSR1, a run saves a
-checkpoint and stops.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. On SIGTERM or SIGINT, a run saves at
+the next log line and exits with status 1; after SIGKILL, it resumes from its last checkpoint. On the CPU, with the same
+number of threads, it ends with exactly the weights of an uninterrupted run.
 
 Follows the nn.DataParallel part of the OpenACC notebook "Distributed Data Parallelism". DistributedDataParallel is
 faster and runs on several machines: see cifar10_ddp.
@@ -48,7 +48,7 @@ def parse_args():
 
 
 class CNN(nn.Module):
-    """The tutorial's model: images (N, 1, 28, 28) to logits (N, 10)."""
+    """The model of the notebook: images (N, 1, 28, 28) to logits (N, 10)."""
 
     def __init__(self):
         super().__init__()
@@ -83,14 +83,14 @@ def preprocess(images):
 
 def train(args):
     if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
-        fail("nn.DataParallel runs in one process: start one with python, or use cifar10_ddp for several")
+        sys.exit("error: nn.DataParallel runs in one process: start one with python, or use cifar10_ddp for several")
     download(MNIST, args)
     checkpoint = load_checkpoint(args.checkpoint)
     configure_cpu(1)
     gpus = list(range(torch.cuda.device_count()))
     device_ids = gpus if args.device_ids is None else args.device_ids
     if not set(device_ids) <= set(gpus):
-        fail(f"--device-ids {device_ids}: the visible GPUs are {gpus}")
+        sys.exit(f"error: --device-ids {device_ids}: the visible GPUs are {gpus}")
     device = torch.device("cuda", device_ids[0]) if device_ids else torch.device("cpu")
     images, labels = (tensor.to(device) for tensor in load_data(args, train=True))
     test_images, test_labels = (tensor.to(device) for tensor in load_data(args, train=False))
@@ -111,13 +111,13 @@ def train(args):
           f"steps {step} to {total_steps}", flush=True)
 
     signals = catch_signals()
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # a finished epoch is only evaluated again
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # evaluate a finished epoch again
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
-        batches = order.to(device).split(args.batch_size)
+        batches = order.to(device).split(args.batch_size)[step - epoch * steps_per_epoch:]
         first_step, start = step, time.perf_counter()
         totals, samples = torch.zeros(2, dtype=torch.float64, device=device), 0  # loss and correct
-        # With your own Dataset: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches[...]])
-        for indices in batches[step - epoch * steps_per_epoch:]:
+        # Larger than memory: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches]):
+        for indices in batches:
             x, y = images[indices], labels[indices]
             torch.manual_seed(hash((args.seed, step)))  # a resumed run repeats the dropout
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
@@ -141,7 +141,7 @@ def train(args):
                     write_checkpoint(args.checkpoint, state, step=step, run=run, global_batch=args.batch_size)
                 if signals and step < total_steps:
                     sys.exit(f"stopped by a signal after step {step}")
-        correct = evaluate(parallel_model, test_images, test_labels)
+        correct = evaluate(model, test_images, test_labels)
         print(f"epoch {epoch + 1}/{args.epochs}  test accuracy {correct / len(test_labels):.4f} "
               f"({correct}/{len(test_labels)})", flush=True)
 
@@ -156,6 +156,7 @@ def evaluate(model, images, labels):
     return correct
 
 
+# The shared blocks are identical in all scripts of this collection.
 # --- shared: helpers ---
 def positive(kind):
     def number(text):
@@ -163,10 +164,6 @@ def positive(kind):
             raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return kind(text)
     return number
-
-
-def fail(message):
-    sys.exit(f"error: {message} [rank {os.environ.get('RANK', 0)}]")
 
 
 def catch_signals():
@@ -178,7 +175,7 @@ def catch_signals():
 
 
 def configure_cpu(local_world_size):
-    """Set this process's share of the cores as threads, unless OMP_NUM_THREADS is set, and keep freed memory."""
+    """Use this process's share of the CPU cores, unless OMP_NUM_THREADS is set, and keep freed memory."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None or (threads == "1" and local_world_size > 1):  # 1 is torchrun's default
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -186,7 +183,7 @@ def configure_cpu(local_world_size):
             quota, period = map(int, file.read().split())
             cores = min(cores, quota // period)
         torch.set_num_threads(max(1, cores // local_world_size))
-    with contextlib.suppress(AttributeError):  # glibc: reuse freed memory, for a fifth more images/s
+    with contextlib.suppress(AttributeError):  # glibc: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
 # --- end ---
@@ -197,7 +194,7 @@ def write_checkpoint(path, state, **values):
     """Replace the file at path atomically, and keep the previous one as path.previous."""
     checkpoint = values | {name: part.state_dict() for name, part in state.items()}
     if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-        fail(f"the weights are not finite: delete {path} and start over with a lower --lr")
+        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
     try:
         with open(f"{path}.tmp", "wb") as file:
             torch.save(checkpoint, file)
@@ -207,7 +204,7 @@ def write_checkpoint(path, state, **values):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        fail(f"cannot save {path} ({error}); the last checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
 
 
 def load_checkpoint(path):
@@ -218,15 +215,15 @@ def load_checkpoint(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         open(f"{path}.tmp", "wb").close()
     except OSError as error:
-        fail(f"cannot write --checkpoint {path} ({error})")
+        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
     for candidate in filter(os.path.exists, (path, f"{path}.previous")):
         try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies no checksums and skips "folders"
+            with zipfile.ZipFile(candidate) as archive:  # torch.load does not verify it
                 damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
         except (IsADirectoryError, PermissionError) as error:
-            fail(f"cannot read {candidate} ({error})")
+            sys.exit(f"error: cannot read {candidate} ({error})")
         except Exception as error:
             damage = error
         print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
@@ -239,7 +236,7 @@ def restore(checkpoint, run, state):
     if not checkpoint:
         return 0
     if checkpoint.get("run") != run:
-        fail(f"the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
+        sys.exit(f"error: the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
     for name, part in state.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
@@ -250,14 +247,14 @@ def restore(checkpoint, run, state):
 def download(dataset, args):
     try:
         if not args.fake_data:
-            dataset(args.data_dir, download=True)  # does nothing if the data set is there
+            dataset(args.data_dir, download=True)  # only if it is missing
     except (OSError, RuntimeError) as error:
-        fail(f"cannot find {dataset.__name__} in {args.data_dir} or download it; --fake-data needs no data "
-             f"({' '.join(str(error).split())})")
+        sys.exit(f"error: cannot find {dataset.__name__} in {args.data_dir} or download it; --fake-data needs no data "
+                 f"({' '.join(str(error).split())})")
 
 
 def fake_images(count, shape, seed, train):
-    """Return uint8 images (count, *shape) of ten learnable classes and their labels; for testing a quarter as many."""
+    """Return uint8 images (count, *shape) of ten learnable classes and their labels; a quarter as many to test."""
     generator = torch.Generator().manual_seed(seed)
     patterns = F.interpolate(torch.randint(256, (10, shape[0], 4, 4), generator=generator).float(), shape[1:])
     labels = torch.arange(count if train else max(1, count // 4)) % 10

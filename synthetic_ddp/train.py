@@ -10,9 +10,9 @@
 With --model NAME, nothing is trained or saved: it measures training steps of that torchvision classifier on random
 images, with and without the exchange of gradients.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. On the CPU, with the same number of
-processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM, SIGINT or SIGUSR1, a run
-saves a checkpoint and stops.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. On SIGTERM or SIGINT, a run saves at
+the next log line and exits with status 1; after SIGKILL, it resumes from its last checkpoint. On the CPU, with the same
+number of processes and threads, it ends with exactly the weights of an uninterrupted run.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple nodes with
 Pytorch DDP".
@@ -56,7 +56,7 @@ def parse_args():
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from")
     add("--save-every", type=positive(int), default=1, metavar="EPOCHS", help="epochs between checkpoints")
     add("--log-every", type=positive(int), default=100, metavar="STEPS", help="steps between log lines and stop checks")
-    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for another process")
+    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for other processes")
     return parser.parse_args()
 
 
@@ -69,31 +69,30 @@ def generate_data(samples, seed, train):
 
 def measure(args, device):
     """Log images/s, step time with and without the exchange of gradients, and peak memory."""
-    one_output = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
-    model = models.get_model(args.model, weights=None, **one_output).to(device, memory_format=torch.channels_last)
+    no_aux = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
+    model = models.get_model(args.model, weights=None, **no_aux).to(device, memory_format=torch.channels_last)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(1000, (args.batch_size,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
     ddp_model = wrap_ddp(model, images[:2])
 
-    def time_step(exchange):
-        """Return the seconds of one training step; without exchange in DDP's no_sync()."""
+    def time_step(network):
+        """Return the seconds of one training step: DDP exchanges the gradients, the plain model does not."""
         dist.barrier()
         start = time.perf_counter()
-        with contextlib.nullcontext() if exchange else ddp_model.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                loss = F.cross_entropy(ddp_model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            loss = F.cross_entropy(network(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     for _ in range(5):
-        time_step(True)
-    seconds = torch.tensor([[time_step(True), time_step(False)] for _ in range(args.steps)], device=device)
+        time_step(ddp_model)
+    seconds = torch.tensor([[time_step(ddp_model), time_step(model)] for _ in range(args.steps)], device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)  # a step takes as long as that of the slowest rank
     step, step_alone = seconds.median(0).values.tolist()
     if device.type == "cuda":
@@ -110,8 +109,9 @@ def measure(args, device):
 
 def train(args):
     rank, local_rank, world_size = setup_environment()
+    # srun may show each process only its own GPU
     device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
-    # Before the group is formed: an error here leaves no other process waiting in a collective.
+    # Before the group is formed: if this fails, the launcher ends the other processes.
     checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]
     init_group(rank, world_size, device, args.timeout)
     if args.model:
@@ -128,7 +128,7 @@ def train(args):
            "seed": args.seed, "bf16": args.bf16}
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)  # kept when the world size changes
     if global_batch % world_size:
-        fail(f"the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
+        sys.exit(f"error: the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
     steps_per_epoch = math.ceil(len(inputs) / global_batch)
     total_steps = args.epochs * steps_per_epoch
 
@@ -144,13 +144,14 @@ def train(args):
 
     signals = catch_signals()
     sampler = DistributedSampler(inputs, seed=args.seed)
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # a finished epoch is only evaluated again
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # evaluate a finished epoch again
         sampler.set_epoch(epoch)
         batches = torch.tensor(list(sampler), device=device).split(global_batch // world_size)
+        batches = batches[step - epoch * steps_per_epoch:]
         first_step, start = step, time.perf_counter()
-        totals, samples = torch.zeros(2, dtype=torch.float64, device=device), 0  # loss and correct, of this rank
-        # With your own Dataset: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches[...]])
-        for indices in batches[step - epoch * steps_per_epoch:]:
+        totals, samples = torch.zeros(2, dtype=torch.float64, device=device), 0  # loss and correct, of this process
+        # Larger than memory: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches]):
+        for indices in batches:
             x, y = inputs[indices], labels[indices]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 logits = ddp_model(x)
@@ -163,9 +164,9 @@ def train(args):
             totals += torch.stack([loss.detach() * len(y), (logits.argmax(1) == y).sum()])  # no GPU synchronization
             samples += len(y)
             if step % args.log_every == 0 or step % steps_per_epoch == 0:
-                loss, correct, count, stop = all_reduce_sum(*totals, samples, len(signals), device=device)
+                loss_sum, correct, count, stop = all_reduce_sum(*totals, samples, len(signals), device=device)
                 speed = (step - first_step) / (time.perf_counter() - start)  # steps/s
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss / count:.4f}  "
+                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss_sum / count:.4f}  "
                     f"accuracy {correct / count:.4f}  {speed * global_batch:,.0f} samples/s  "
                     f"{timedelta(seconds=round((total_steps - step) / speed))} left")
                 if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
@@ -179,6 +180,7 @@ def train(args):
     dist.destroy_process_group()
 
 
+# The shared blocks are identical in all scripts of this collection.
 # --- shared: helpers ---
 def positive(kind):
     def number(text):
@@ -186,10 +188,6 @@ def positive(kind):
             raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return kind(text)
     return number
-
-
-def fail(message):
-    sys.exit(f"error: {message} [rank {os.environ.get('RANK', 0)}]")
 
 
 def catch_signals():
@@ -201,7 +199,7 @@ def catch_signals():
 
 
 def configure_cpu(local_world_size):
-    """Set this process's share of the cores as threads, unless OMP_NUM_THREADS is set, and keep freed memory."""
+    """Use this process's share of the CPU cores, unless OMP_NUM_THREADS is set, and keep freed memory."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None or (threads == "1" and local_world_size > 1):  # 1 is torchrun's default
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -209,7 +207,7 @@ def configure_cpu(local_world_size):
             quota, period = map(int, file.read().split())
             cores = min(cores, quota // period)
         torch.set_num_threads(max(1, cores // local_world_size))
-    with contextlib.suppress(AttributeError):  # glibc: reuse freed memory, for a fifth more images/s
+    with contextlib.suppress(AttributeError):  # glibc: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
 # --- end ---
@@ -238,10 +236,10 @@ def init_group(rank, world_size, device, timeout):
 
 
 def wrap_ddp(model, example):
-    """Return model in DDP, with its gradient buckets in their final order.
+    """Return model in DDP, after one forward and backward pass on example, which changes neither weights nor buffers.
 
-    DDP rebuilds the buckets after the first backward pass, which changes the order of summation. One pass before
-    training lets a resumed run sum in the same order as an uninterrupted one.
+    DDP rebuilds its gradient buckets after the first pass, which changes the order of summation. With this pass, a
+    resumed run sums in the same order as an uninterrupted one.
     """
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -258,7 +256,7 @@ def all_reduce_sum(*numbers, device):
 
 
 def save_checkpoint(path, state, **values):
-    """Write the checkpoint on rank 0. All ranks wait for it, since a launcher ends all when one has left."""
+    """Save on rank 0. The other ranks wait: when a process exits, its launcher ends the others."""
     if path and dist.get_rank() == 0:
         write_checkpoint(path, state, **values)
     dist.barrier()
@@ -275,7 +273,7 @@ def write_checkpoint(path, state, **values):
     """Replace the file at path atomically, and keep the previous one as path.previous."""
     checkpoint = values | {name: part.state_dict() for name, part in state.items()}
     if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-        fail(f"the weights are not finite: delete {path} and start over with a lower --lr")
+        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
     try:
         with open(f"{path}.tmp", "wb") as file:
             torch.save(checkpoint, file)
@@ -285,7 +283,7 @@ def write_checkpoint(path, state, **values):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        fail(f"cannot save {path} ({error}); the last checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
 
 
 def load_checkpoint(path):
@@ -296,15 +294,15 @@ def load_checkpoint(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         open(f"{path}.tmp", "wb").close()
     except OSError as error:
-        fail(f"cannot write --checkpoint {path} ({error})")
+        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
     for candidate in filter(os.path.exists, (path, f"{path}.previous")):
         try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies no checksums and skips "folders"
+            with zipfile.ZipFile(candidate) as archive:  # torch.load does not verify it
                 damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
         except (IsADirectoryError, PermissionError) as error:
-            fail(f"cannot read {candidate} ({error})")
+            sys.exit(f"error: cannot read {candidate} ({error})")
         except Exception as error:
             damage = error
         print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
@@ -317,7 +315,7 @@ def restore(checkpoint, run, state):
     if not checkpoint:
         return 0
     if checkpoint.get("run") != run:
-        fail(f"the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
+        sys.exit(f"error: the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
     for name, part in state.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
@@ -329,7 +327,7 @@ def restore(checkpoint, run, state):
 def evaluate(model, preprocess, inputs, labels):
     """Return how many inputs are classified correctly and how many there are. Each is seen by exactly one rank."""
     for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # BatchNorm's running statistics
+        dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
     model.eval()
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     batches = zip(inputs[mine].split(100), labels[mine].split(100))
