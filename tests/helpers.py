@@ -1,6 +1,7 @@
 """Start the scripts as users do, and read what they print and save."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -158,6 +159,14 @@ def run(script, *flags, timeout=180, **how):
     """Run a script to its end, as start() does, and return the Result."""
     with start(script, *flags, **how) as job:
         return job.finish(timeout)
+
+
+def load_script(script):
+    """A script as a module, to call one of its functions."""
+    spec = importlib.util.spec_from_file_location(script, script_path(script))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_checkpoint(path):

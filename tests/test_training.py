@@ -1,0 +1,161 @@
+"""What is trained: real data, one's own data, the same weights on any number of processes, models, precision."""
+
+import argparse
+import gzip
+import hashlib
+import pickle
+import re
+import signal
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, assert_equal, difference, load_checkpoint, load_script, run, script_path, start
+from torchvision.datasets import CIFAR10
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+
+
+# --- data ---
+def test_real_fashion_mnist(tmp_path):
+    """One epoch on the first 6,000 images of Debian's package."""
+    if not DEBIAN.exists():
+        pytest.skip("requires the real images: apt-get install dataset-fashion-mnist")
+    raw = tmp_path / "FashionMNIST/raw"
+    raw.mkdir(parents=True)
+    for archive, count in ("train", 6000), ("t10k", 1000):
+        for kind, size in ("images-idx3", 784), ("labels-idx1", 1):
+            content = gzip.decompress((DEBIAN / f"{archive}-{kind}-ubyte.gz").read_bytes())
+            header = 16 if size > 1 else 8
+            (raw / f"{archive}-{kind}-ubyte").write_bytes(
+                content[:4] + struct.pack(">I", count) + content[8:header + count * size])
+    result = run("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 16, launcher="torchrun", nproc=2)
+    correct, count = map(int, re.search(r"\((\d+)/(\d+)\)", result.text).groups())
+    assert result.status == 0 and count == 1000 and correct > 700, result.text
+
+
+def test_cifar10_archive(tmp_path, monkeypatch):
+    """Files in CIFAR-10's own format are read as images (N, 3, 32, 32). Their checksums differ from the real ones."""
+    folder, names = tmp_path / "cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    folder.mkdir()
+    images = torch.randint(256, (6, 4, 3, 32, 32), dtype=torch.uint8)
+    for name, batch in zip(names, images):
+        (folder / name).write_bytes(pickle.dumps({"data": batch.flatten(1).numpy(), "labels": [3, 1, 4, 1]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, md5[name]] for name in names[:5]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", md5["test_batch"]]])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5["batches.meta"]})
+    args = argparse.Namespace(fake_data=None, data_dir=str(tmp_path))
+    loaded, labels = load_script("cifar10_ddp").load_data(args, train=True)
+    assert torch.equal(loaded, images[:5].flatten(0, 1)) and labels.tolist() == [3, 1, 4, 1] * 5
+    assert torch.equal(load_script("cifar10_ddp").load_data(args, train=False)[0], images[5])
+
+
+# --- one's own data, as the README describes it ---
+OWN_TENSORS = '''def load_data(args, train):
+    inputs = torch.randint(256, (320 if train else 80, 1, 28, 28), dtype=torch.uint8,
+                           generator=torch.Generator().manual_seed(1 + train))
+    labels = (inputs[:, 0, :14].float().mean((1, 2)) > inputs[:, 0, 14:].float().mean((1, 2))).long()
+    inputs[:, 0, :14] //= 3 - 2 * labels.to(torch.uint8).view(-1, 1, 1)  # a dark upper half, or not
+    return inputs, labels
+
+
+def augment('''
+OWN_DATASET = {
+    "    images, labels = (tensor.to(device) for tensor in load_data(args, train=True))\n":
+        "    images = YourDataset()\n",
+    "preprocess(images[:2])": "preprocess(test_images[:2])",
+    "        for indices in batches:\n            x, y = images[indices], labels[indices]\n":
+        "        for x, y in DataLoader(images, batch_sampler=[b.tolist() for b in batches], num_workers=2):\n"
+        "            x, y = x.to(device), y.to(device)\n",
+}
+YOUR_DATASET = '''from torch.utils.data import DataLoader, TensorDataset
+
+
+def YourDataset():
+    return TensorDataset(*load_data(None, train=True))
+
+
+'''
+
+
+def test_own_data(tmp_path):
+    """Tensors in memory, and a Dataset that is read by worker processes, lead to the same weights; both resume."""
+    text = script_path("fashionmnist_ddp").read_text()
+    text = re.sub(r"def load_data.*?\ndef augment\(", lambda _: OWN_TENSORS, text, flags=re.DOTALL)
+    text = re.sub(r" +if (rank == 0|local_rank == 0 and rank > 0):.*\n +download.*\n", "", text)
+    (tmp_path / "tensors.py").write_text(text)
+    readme = (ROOT / "README.md").read_text()
+    for line, own in OWN_DATASET.items():
+        assert text.count(line) == 1 and all(part.strip() in readme for part in own.replace("=2", "=4").splitlines()), line
+        text = text.replace(line, own)
+    (tmp_path / "dataset.py").write_text(text.replace("class CNN", YOUR_DATASET + "class CNN"))
+    flags = ("--batch-size", 16, "--epochs", 2, "--log-every", 1, "--checkpoint")
+    result = run(tmp_path / "tensors.py", *flags, tmp_path / "tensors", launcher="torchrun", nproc=2)
+    assert result.status == 0 and float(re.findall(r"test accuracy ([\d.]+)", result.text)[-1]) > 0.9, result.text
+    with start(tmp_path / "dataset.py", *flags, tmp_path / "dataset", launcher="torchrun", nproc=2) as job:
+        job.wait_for("step 3/")
+        job.send(signal.SIGTERM)
+        result = job.finish()
+    assert 3 <= load_checkpoint(tmp_path / "dataset")["step"] < 20, result.text
+    result = run(tmp_path / "dataset.py", *flags, tmp_path / "dataset", launcher="torchrun", nproc=2)
+    assert result.status == 0, result.text
+    assert_equal(tmp_path / "tensors", tmp_path / "dataset")
+
+
+# --- processes ---
+@pytest.mark.parametrize("script", ("cpu_ddp", "synthetic_ddp"))
+def test_same_weights_on_1_2_and_4_processes(script, tmp_path):
+    for nproc in (1, 2, 4):
+        assert run(script, "--epochs", 2, "--batch-size", 64 // nproc, "--checkpoint", tmp_path / f"{nproc}",
+                   launcher="torchrun", nproc=nproc).status == 0
+        assert difference(tmp_path / "1", tmp_path / f"{nproc}") < 1e-5
+    assert run(script, "--epochs", 2, "--batch-size", 64, "--seed", 1, "--checkpoint", tmp_path / "seed 1").status == 0
+    assert difference(tmp_path / "1", tmp_path / "seed 1") > 1e-3
+
+
+# --- models ---
+@pytest.mark.parametrize("name", ["vit_h_14", "swin_t", "inception_v3", "googlenet"])
+def test_model_takes_upsampled_images(name):
+    with torch.device("meta"):  # shapes without numbers
+        model = load_script("cifar10_ddp").build_model(name)
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_measure():
+    """synthetic_ddp --model: numbers that fit together, whatever the machine's speed."""
+    result = run("synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2, "--steps", 3,
+                 launcher="torchrun", nproc=2)
+    pattern = r"([\d.]+) images/s  step ([\d.]+) ms, .* ([\d.]+) ms  .* ([\d.]+)  gradients ([\d.]+) MB  .* (\d+) MB"
+    speed, step, alone, efficiency, gradients, memory = map(float, re.search(pattern, result.text.replace(",", "")).groups())
+    assert speed == pytest.approx(2 * 2 * 1000 / step, rel=0.02)  # 2 processes, 2 images each
+    assert efficiency == pytest.approx(alone / step, rel=0.02)
+    assert gradients == pytest.approx(1_235_496 * 4 / 1e6, rel=0.02)  # squeezenet1_1's parameters, 4 bytes each
+    assert 100 < memory < 2000
+
+
+# --- precision ---
+def test_bfloat16(tmp_path):
+    """8 bits of mantissa change the weights, but not much."""
+    for name, flags in ("fp32", ()), ("bf16", ("--bf16",)):
+        assert run("cpu_ddp", "--epochs", 10, "--checkpoint", tmp_path / name, *flags).status == 0
+    assert 0 < difference(tmp_path / "fp32", tmp_path / "bf16") < 0.05
+
+
+def test_bfloat16_in_the_threads_of_data_parallel():
+    """A thread takes part in autocast, with the default type of GPUs, float16, unless the model sets another one."""
+    model, types = load_script("mnist_dp").CNN(), []
+
+    def thread():
+        torch.set_autocast_dtype("cpu", torch.float16)  # as on a GPU
+        for enabled in True, False:
+            with torch.autocast("cpu", enabled=enabled):
+                types.append(model(torch.zeros(1, 1, 28, 28)).dtype)
+
+    worker = threading.Thread(target=thread)
+    worker.start()
+    worker.join()
+    assert types == [torch.bfloat16, torch.float32]
