@@ -262,7 +262,7 @@ class Lab(Network):
         path = Path(self.show(job, "StdOut"))
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, job, condition, timeout=300):
+    def wait_for(self, job, condition, timeout=900):
         """Return the condition's value as soon as it is true."""
         deadline = time.monotonic() + timeout
         while not (value := condition()):
@@ -270,7 +270,7 @@ class Lab(Network):
             time.sleep(0.2)
         return value
 
-    def wait(self, job, state, timeout=300):
+    def wait(self, job, state, timeout=900):
         """Wait until the job is in this state. If it ends in another one, the test fails soon."""
         deadline, ended = time.monotonic() + timeout, 0
         while (now := self.show(job, "JobState")) != state:

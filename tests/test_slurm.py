@@ -55,9 +55,9 @@ def changed(lab, old, new):
     return path
 
 
-def slow(lab, lives=1):
-    """A copy of cpu_ddp that takes a second per step, until the job has been requeued `lives` times."""
-    nap = f"time.sleep(int(os.environ.get('SLURM_RESTART_COUNT') or 0) < {lives})"
+def slow(lab, lives=1, seconds=1):
+    """A copy of cpu_ddp that takes these seconds per step, until the job has been requeued `lives` times."""
+    nap = f"time.sleep({seconds} * (int(os.environ.get('SLURM_RESTART_COUNT') or 0) < {lives}))"
     return changed(lab, "            step += 1\n", f"            step += 1\n            {nap}\n")
 
 
@@ -117,8 +117,8 @@ def two_lost_nodes(lab):
 
 
 def time_limit(lab):
-    job = submit(lab, "cpu", *LONG, options=["--cpus-per-task=2", "--time=3"], SCRIPT=slow(lab))
-    lab.wait(job, "COMPLETED", timeout=600)
+    job = submit(lab, "cpu", *LONG, options=["--cpus-per-task=2", "--time=4"], SCRIPT=slow(lab, seconds=2))
+    lab.wait(job, "COMPLETED")
     assert restarts(lab, job) >= 1
     return job
 
@@ -236,7 +236,7 @@ def outside(tmp_path_factory):
         key = script, flags, nproc
         if key not in known:
             known[key] = folder / f"{len(known)}.pt"
-            result = run(script, *flags, "--checkpoint", known[key], launcher=launcher, nproc=nproc, timeout=300,
+            result = run(script, *flags, "--checkpoint", known[key], launcher=launcher, nproc=nproc, timeout=600,
                          env={"OMP_NUM_THREADS": 1})
             assert result.status == 0, result.text
         return known[key]
@@ -248,7 +248,7 @@ def outside(tmp_path_factory):
 def test_trains(lab, jobs, outside, name):
     script, flags, _, launcher, nproc = FILES[name]
     reference = outside(script, flags, launcher, nproc)
-    job = jobs[name].result(timeout=600)
+    job = jobs[name].result(timeout=1800)
     text, folder = lab.output(job), lab.folder / ("mine" if name == "cifar10" else ".")
     assert nproc == 1 or f"{nproc} processes on cpu" in text
     assert_equal(folder / f"{name}-{job}.pt", reference)
@@ -264,7 +264,7 @@ def test_trains(lab, jobs, outside, name):
 @pytest.mark.parametrize("name", [story.__name__ for story in RETURNS])
 def test_comes_back_and_ends_with_the_same_weights(lab, jobs, outside, name):
     reference = outside("cpu_ddp", LONG, "srun", 1 if name == "ten_preemptions" else 2)
-    job = jobs[name].result(timeout=900)
+    job = jobs[name].result(timeout=1800)
     assert_equal(lab.folder / f"{lab.show(job, 'JobName')}-{job}.pt", reference)
     if name != "preempted_before_training":
         begins = [int(step) for step in re.findall(r" \| steps (\d+) to", lab.output(job))]
@@ -273,7 +273,7 @@ def test_comes_back_and_ends_with_the_same_weights(lab, jobs, outside, name):
 
 @pytest.mark.parametrize("name", [story.__name__ for story in ENDS])
 def test_ends_for_good(jobs, name):
-    jobs[name].result(timeout=600)
+    jobs[name].result(timeout=1800)
 
 
 def test_two_terminals(lab, outside):
