@@ -263,20 +263,16 @@ class Lab(Network):
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for(self, job, condition, timeout=900):
-        """Return the condition's value as soon as it is true."""
-        deadline = time.monotonic() + timeout
-        while not (value := condition()):
-            assert time.monotonic() < deadline, self.report(job)
-            time.sleep(0.2)
-        return value
-
-    def wait(self, job, state, timeout=900):
-        """Wait until the job is in this state. If it ends in another one, the test fails soon."""
+        """Wait until condition() is true. If the job ends before that, the test fails soon."""
         deadline, ended = time.monotonic() + timeout, 0
-        while (now := self.show(job, "JobState")) != state:
-            ended = ended + 1 if now in FINAL else 0    # a job that is being requeued passes through such a state
-            assert ended < 30 and time.monotonic() < deadline, self.report(job)
-            time.sleep(0.2)
+        while not condition():
+            final = self.show(job, "JobState") in FINAL
+            ended = ended + 1 if final else 0   # a job that is being requeued passes through such a state
+            assert ended < 20 and time.monotonic() < deadline, self.report(job)
+            time.sleep(0.5)
+
+    def wait(self, job, state):
+        self.wait_for(job, lambda: self.show(job, "JobState") == state)
 
     def report(self, job):
         return f"{self.sh(f'scontrol show job {job}', check=False)}\n{self.output(job)[-6000:]}\n{self.logs()}"
