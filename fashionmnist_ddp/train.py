@@ -320,7 +320,7 @@ def load_checkpoint(path):
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
         except (IsADirectoryError, PermissionError) as error:
-            sys.exit(f"error: cannot read {candidate} ({error})")
+            sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
         except Exception as error:
             damage = error
         print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)

@@ -76,7 +76,7 @@ class Case(NamedTuple):
 def cases(nproc, quick):
     images = 60_000 if GPUS else 12_800
     every = 20 if GPUS else 2  # a log line waits for the GPU
-    cifar = {"batch_size": 16} if quick else {"batch_size": 128, "least_fraction": 0.9}  # exchange weighs more at 16
+    cifar = {"batch_size": 8} if quick else {"batch_size": 128, "least_fraction": 0.9}  # exchange weighs more at 8
     fp32 = [
         Case("cpu_ddp", nproc, 32, 100, 64_000),
         Case("mnist_dp", 1, 128, every, images, items=1, least_speedup=1.2),

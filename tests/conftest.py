@@ -7,8 +7,8 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--chaos-kills", type=int, default=20, metavar="N", help="kills of the chaos test, over all scripts")
-    parser.addoption("--chaos-seed", type=int, default=random.randrange(10**6), metavar="N", help="of its random choices")
+    parser.addoption("--chaos-kills", type=int, default=20, metavar="N", help="kills of the chaos test, in all")
+    parser.addoption("--chaos-seed", type=int, default=random.randrange(10**6), metavar="N", help="of its choices")
 
 
 @pytest.hookimpl(hookwrapper=True)

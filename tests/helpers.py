@@ -48,7 +48,7 @@ class Result(NamedTuple):
     @property
     def errors(self):
         """The error lines of the scripts, and of argparse."""
-        return re.findall(r"^(?:\S+\.py: )?error: .*", self.text, re.MULTILINE)
+        return re.findall(r"\berror: (?:(?!error: ).)*", self.text)  # two processes may write on one line
 
 
 class Job:

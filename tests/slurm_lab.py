@@ -172,6 +172,7 @@ class Network:
         self.addresses = {"head": "10.9.8.1"} | {name: f"10.9.8.{11 + i}" for i, name in enumerate(self.nodes)}
         self.folder = self.root / "shared disk"      # for the tests: every machine sees it
         self.machines = []
+        self.outputs = {}
 
     def up(self):
         self.folder.mkdir()
@@ -259,8 +260,9 @@ class Lab(Network):
         return re.search(rf"\b{field}=(.*?)( \w+[=:]|$)", self.sh(f"scontrol show job {job}"), re.MULTILINE)[1]
 
     def output(self, job):
-        path = Path(self.show(job, "StdOut"))
-        return path.read_text(errors="replace") if path.exists() else ""
+        if job not in self.outputs:
+            self.outputs[job] = Path(self.show(job, "StdOut"))
+        return self.outputs[job].read_text(errors="replace") if self.outputs[job].exists() else ""
 
     def wait_for(self, job, condition, timeout=900):
         """Wait until condition() is true. If the job ends before that, the test fails soon."""
@@ -268,8 +270,8 @@ class Lab(Network):
         while not condition():
             final = self.show(job, "JobState") in FINAL
             ended = ended + 1 if final else 0   # a job that is being requeued passes through such a state
-            assert ended < 20 and time.monotonic() < deadline, self.report(job)
-            time.sleep(0.5)
+            assert ended < 10 and time.monotonic() < deadline, self.report(job)
+            time.sleep(1)
 
     def wait(self, job, state):
         self.wait_for(job, lambda: self.show(job, "JobState") == state)

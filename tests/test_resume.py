@@ -24,12 +24,10 @@ RUNS = {
     "fashionmnist_ddp, python": ({}, ("--fake-data", 160, "--batch-size", 32, "--epochs", 12)),
     "fashionmnist_ddp, mp.spawn": ({"launcher": "spawn", "nproc": 2},
                                    ("--fake-data", 160, "--batch-size", 16, "--epochs", 12)),
-    "fashionmnist_ddp, torchrun": ({"launcher": "torchrun", "nproc": 4},
-                                   ("--fake-data", 160, "--batch-size", 8, "--epochs", 12)),
     "cifar10_ddp, srun": ({"launcher": "srun", "nproc": 2}, ("--fake-data", 24, "--batch-size", 4, "--epochs", 6)),
     "mnist_dp, python": ({}, ("--fake-data", 320, "--batch-size", 32, "--epochs", 6)),
-    "cpu_ddp, torchrun": ({"launcher": "torchrun", "nproc": 2}, ("--batch-size", 64, "--epochs", 60, "--save-every", 3)),
-    "synthetic_ddp, srun": ({"launcher": "srun", "nproc": 2}, ("--batch-size", 64, "--epochs", 40)),
+    "cpu_ddp, torchrun": ({"launcher": "torchrun", "nproc": 4},
+                          ("--samples", 2560, "--batch-size", 32, "--epochs", 60, "--save-every", 3)),
 }
 WAYS = ("SIGTERM", "SIGKILL of all", "SIGKILL while saving", "SIGKILL of one process")
 
@@ -94,7 +92,7 @@ def test_killed_at_random_and_resumed_exactly(name, request, tmp_path):
 
 
 # --- torchrun's restarts ---
-FLAGS = ("--epochs", 100, "--save-every", 1, "--log-every", 1, "--checkpoint")
+FLAGS = ("--epochs", 50, "--save-every", 1, "--log-every", 1, "--checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +109,7 @@ def slow(tmp_path):
     file, step = tmp_path / "slow", "            step += 1\n"
     text = script_path("cpu_ddp").read_text()
     assert text.count(step) == 1
-    text = text.replace(step, f"{step}            time.sleep(0.05 * os.path.exists({str(file)!r}))\n")
+    text = text.replace(step, f"{step}            time.sleep(0.1 * os.path.exists({str(file)!r}))\n")
     (tmp_path / "train.py").write_text(text)
     file.touch()
     return file
@@ -168,7 +166,7 @@ def test_elastic_agent_is_lost_and_comes_back(slow, undisturbed, tmp_path):
         slow.unlink()
         assert agents[0].finish().status == agents[2].finish().status == 0
     assert 0 == steps[0] < steps[1] < steps[2] < steps[3]
-    assert load_checkpoint(tmp_path / "run.pt")["step"] == 3200
+    assert load_checkpoint(tmp_path / "run.pt")["step"] == 1600
     assert difference(tmp_path / "run.pt", undisturbed) < 1e-5
 
 
@@ -226,7 +224,8 @@ def test_full_disk(tmp_path):
         pytest.skip("mounting a small disk needs root: sudo bash tests/run.sh --all")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", tmp_path], check=True, timeout=30)
     try:  # a checkpoint takes 14 MB
-        command = ("fashionmnist_ddp", "--fake-data", 64, "--batch-size", 16, "--epochs", 4, "--checkpoint", tmp_path / "run.pt")
+        command = ("fashionmnist_ddp", "--fake-data", 64, "--batch-size", 16, "--epochs", 4,
+                   "--checkpoint", tmp_path / "run.pt")
         result = run(*command, launcher="torchrun", nproc=2)
         assert result.status != 0 and len(result.errors) == 1 and "run.pt" in result.errors[0], result.text
         assert load_checkpoint(tmp_path / "run.pt")["step"] == 4

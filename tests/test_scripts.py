@@ -34,27 +34,28 @@ def test_resume_is_exact(tmp_path):
 # --- evaluation ---
 def test_three_processes_count_each_test_sample_once(tmp_path):
     """A finished run that is started again is only evaluated: the same weights score the same."""
-    command = ("fashionmnist_ddp", "--epochs", 1, "--fake-data", 520, "--batch-size", 24, "--checkpoint", tmp_path / "run")
-    one, three = run(*command), run(*command, launcher="torchrun", nproc=3)
+    flags = ("--epochs", 1, "--fake-data", 520, "--batch-size", 24, "--checkpoint", tmp_path / "run")
+    one, three = run("fashionmnist_ddp", *flags), run("fashionmnist_ddp", *flags, launcher="srun", nproc=3)
     scores = [re.findall(r"test accuracy [\d.]+ \((\d+)/(\d+)\)", result.text) for result in (one, three)]
     assert scores[0] == scores[1] and len(scores[0]) == 1, (one, three)
     correct, count = map(int, scores[0][0])
     assert count == 130 and correct > 65  # 130 = 44 + 43 + 43
 
 
-# --- mistakes: (script, flags, how, the number of error lines, a word of them) ---
+# --- mistakes: (script, flags, how, the number of ranks that see it, a word of their error lines) ---
+TWO, THREE = ({"launcher": "torchrun", "nproc": nproc} for nproc in (2, 3))
 MISTAKES = {
     "no such flag": ("fashionmnist_ddp", "--epohcs 1", {}, 1, "--epohcs"),
     "zero": ("cpu_ddp", "--epochs 0", {}, 1, "--epochs"),
     "no such model": ("cifar10_ddp", "--model resnet19", {}, 1, "resnet18"),
     "no data": ("mnist_dp", "--data-dir absent", {}, 1, "--fake-data"),
     "no data, mp.spawn": ("fashionmnist_ddp", "", {"launcher": "spawn", "nproc": 2}, 1, "--fake-data"),
-    "no data, torchrun": ("cifar10_ddp", "", {"launcher": "torchrun", "nproc": 2}, 1, "--fake-data"),
+    "no data, torchrun": ("cifar10_ddp", "", TWO, 1, "--fake-data"),
     "no such GPU": ("mnist_dp", "--device-ids 0 --fake-data", {}, 1, "--device-ids"),
     "two processes": ("mnist_dp", "--fake-data", {"env": {"WORLD_SIZE": 2}}, 1, "cifar10_ddp"),
     "checkpoint is a folder": ("cpu_ddp", "--checkpoint {folder}", {}, 1, "--checkpoint"),
-    "checkpoint of another run": ("cpu_ddp", "--seed 1 --checkpoint {run}", {"launcher": "torchrun", "nproc": 2}, 2, "seed"),
-    "batch that cannot be split": ("cpu_ddp", "--checkpoint {run}", {"launcher": "torchrun", "nproc": 3}, 3, "3 processes"),
+    "checkpoint of another run": ("cpu_ddp", "--seed 1 --checkpoint {run}", TWO, 2, "seed"),
+    "batch that cannot be split": ("cpu_ddp", "--checkpoint {run}", THREE, 3, "3 processes"),
 }
 
 
@@ -77,9 +78,9 @@ def jobs(tmp_path_factory):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_an_error_line(name, jobs):
     """All processes end, soon; only torchrun's own report follows the error line."""
-    *_, count, word = MISTAKES[name]
+    *_, ranks, word = MISTAKES[name]
     result = jobs[name].finish()
-    assert result.status != 0 and len(result.errors) == count, result.text
+    assert result.status != 0 and 1 <= len(result.errors) <= ranks, result.text  # torchrun may end a rank before
     assert all(word in error for error in result.errors), result.text
     assert "Traceback" not in result.text.split(" failed (exitcode")[0], result.text
 
@@ -141,11 +142,10 @@ def test_shell_file(path):
 
 def test_no_file_names_a_package_registry():
     """Where packages come from is the user's choice. The pattern does not match itself."""
-    hosts = r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.(?:org|com)|deb\.debian\.org|archive\.ubuntu\.com"
+    hosts = r"(pypi|pythonhosted|download\.pytorch|anaconda|deb\.debian)\.(org|com)|archive\.ubuntu\.com"
     assert not [path for path in tracked() if re.search(hosts, path.read_text(errors="replace"))]
 
 
 def test_lines_have_at_most_120_characters():
     files = tracked("*.py", "*.sh", "*.sbatch", ".ci/run")
-    long = [f"{path.relative_to(ROOT)}: {line}" for path in files for line in path.read_text().splitlines() if len(line) > 120]
-    assert not long, "\n".join(long)
+    assert not [(path, line) for path in files for line in path.read_text().splitlines() if len(line) > 120]

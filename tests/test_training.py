@@ -31,7 +31,7 @@ def test_real_fashion_mnist(tmp_path):
             header = 16 if size > 1 else 8
             (raw / f"{archive}-{kind}-ubyte").write_bytes(
                 content[:4] + struct.pack(">I", count) + content[8:header + count * size])
-    result = run("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 16, launcher="torchrun", nproc=2)
+    result = run("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 16, "--nproc", 2)
     correct, count = map(int, re.search(r"\((\d+)/(\d+)\)", result.text).groups())
     assert result.status == 0 and count == 1000 and correct > 700, result.text
 
@@ -100,14 +100,14 @@ def test_own_data(tmp_path):
         text = text.replace(line, own)
     (tmp_path / "dataset.py").write_text(text.replace("class CNN", YOUR_DATASET + "class CNN"))
     flags = ("--batch-size", 16, "--epochs", 2, "--log-every", 1, "--checkpoint")
-    result = run(tmp_path / "tensors.py", *flags, tmp_path / "tensors", launcher="torchrun", nproc=2)
+    result = run(tmp_path / "tensors.py", *flags, tmp_path / "tensors", launcher="srun", nproc=2)
     assert result.status == 0 and float(re.findall(r"test accuracy ([\d.]+)", result.text)[-1]) > 0.9, result.text
-    with start(tmp_path / "dataset.py", *flags, tmp_path / "dataset", launcher="torchrun", nproc=2) as job:
+    with start(tmp_path / "dataset.py", *flags, tmp_path / "dataset", launcher="srun", nproc=2) as job:
         job.wait_for("step 3/")
         job.send(signal.SIGTERM)
         result = job.finish()
     assert 3 <= load_checkpoint(tmp_path / "dataset")["step"] < 20, result.text
-    result = run(tmp_path / "dataset.py", *flags, tmp_path / "dataset", launcher="torchrun", nproc=2)
+    result = run(tmp_path / "dataset.py", *flags, tmp_path / "dataset", launcher="srun", nproc=2)
     assert result.status == 0, result.text
     assert_equal(tmp_path / "tensors", tmp_path / "dataset")
 
@@ -117,10 +117,8 @@ def test_own_data(tmp_path):
 def test_same_weights_on_1_2_and_4_processes(script, tmp_path):
     for nproc in (1, 2, 4):
         assert run(script, "--epochs", 2, "--batch-size", 64 // nproc, "--checkpoint", tmp_path / f"{nproc}",
-                   launcher="torchrun", nproc=nproc).status == 0
+                   launcher="srun", nproc=nproc).status == 0
         assert difference(tmp_path / "1", tmp_path / f"{nproc}") < 1e-5
-    assert run(script, "--epochs", 2, "--batch-size", 64, "--seed", 1, "--checkpoint", tmp_path / "seed 1").status == 0
-    assert difference(tmp_path / "1", tmp_path / "seed 1") > 1e-3
 
 
 # --- models ---
@@ -135,8 +133,8 @@ def test_measure():
     """synthetic_ddp --model: numbers that fit together, whatever the machine's speed."""
     result = run("synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2, "--steps", 3,
                  launcher="torchrun", nproc=2)
-    pattern = r"([\d.]+) images/s  step ([\d.]+) ms, .* ([\d.]+) ms  .* ([\d.]+)  gradients ([\d.]+) MB  .* (\d+) MB"
-    speed, step, alone, efficiency, gradients, memory = map(float, re.search(pattern, result.text.replace(",", "")).groups())
+    numbers = re.search(r".* images/s  step .*", result.text.replace(",", ""))[0]
+    speed, step, alone, efficiency, gradients, _, memory = map(float, re.findall(r"[\d.]+", numbers))
     assert speed == pytest.approx(2 * 2 * 1000 / step, rel=0.02)  # 2 processes, 2 images each
     assert efficiency == pytest.approx(alone / step, rel=0.02)
     assert gradients == pytest.approx(1_235_496 * 4 / 1e6, rel=0.02)  # squeezenet1_1's parameters, 4 bytes each
