@@ -179,7 +179,7 @@ def assert_learned(cluster, pods, name, script):
     if script == "cpu_ddp":
         assert float(re.findall(r"error of a learned weight: ([\d.]+)", text)[-1]) < 0.02
     else:
-        assert float(re.findall(r"test accuracy ([\d.]+)", text)[-1]) > (0.3 if script == "cifar10_ddp" else 0.8)
+        assert float(re.findall(r"test accuracy ([\d.]+)", text)[-1]) > 0.8
 
 
 @pytest.mark.parametrize("template, script, epochs, arguments, victims", [
@@ -215,7 +215,6 @@ def test_with_etcd_any_pod_may_be_lost_for_good_and_the_next_job_runs(cluster):
     assert_learned(cluster, pods[1:], "job", "cpu_ddp")
     assert [start[0] for start in starts_of(pods)] == [2, 1] and pods[1].starts == 1
 
-    pods = cluster.apply(rendered("pytorchjob-etcd.yaml-template", JOB_NAME="next", SCRIPT="cifar10_ddp", EPOCHS=1,
-                                  ARGS="--fake-data=192 --lr=0.6 --batch-size=4"))
-    assert_learned(cluster, pods, "next", "cifar10_ddp")
+    pods = cluster.apply(rendered("pytorchjob-etcd.yaml-template", JOB_NAME="next", EPOCHS=50))
+    assert_learned(cluster, pods, "next", "cpu_ddp")
     assert [start[0] for start in starts_of(pods)] == [2]

@@ -20,13 +20,13 @@ from helpers import assert_equal, difference, free_port, load_checkpoint, load_s
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # as the README says for torchrun's restarts
 
 # --- kills. With dropout (fashionmnist, mnist), with BatchNorm (cifar10), on 1, 2 and 4 processes ---
-RUNS = {
-    "fashionmnist_ddp, python": ({}, ("--fake-data", 160, "--batch-size", 32, "--epochs", 12)),
-    "fashionmnist_ddp, mp.spawn": ({"launcher": "spawn", "nproc": 2},
+RUNS = {  # of 20 kills, how many; how; flags
+    "fashionmnist_ddp, python": (6, {}, ("--fake-data", 160, "--batch-size", 32, "--epochs", 12)),
+    "fashionmnist_ddp, mp.spawn": (2, {"launcher": "spawn", "nproc": 2},
                                    ("--fake-data", 160, "--batch-size", 16, "--epochs", 12)),
-    "cifar10_ddp, srun": ({"launcher": "srun", "nproc": 2}, ("--fake-data", 24, "--batch-size", 4, "--epochs", 6)),
-    "mnist_dp, python": ({}, ("--fake-data", 320, "--batch-size", 32, "--epochs", 6)),
-    "cpu_ddp, torchrun": ({"launcher": "torchrun", "nproc": 4},
+    "cifar10_ddp, srun": (3, {"launcher": "srun", "nproc": 2}, ("--fake-data", 24, "--batch-size", 4, "--epochs", 6)),
+    "mnist_dp, python": (5, {}, ("--fake-data", 320, "--batch-size", 32, "--epochs", 6)),
+    "cpu_ddp, torchrun": (4, {"launcher": "torchrun", "nproc": 4},
                           ("--samples", 2560, "--batch-size", 32, "--epochs", 60, "--save-every", 3)),
 }
 WAYS = ("SIGTERM", "SIGKILL of all", "SIGKILL while saving", "SIGKILL of one process")
@@ -53,7 +53,7 @@ def disturb(job, way, checkpoint, generator):
             os.kill(generator.choice(job.workers()), signal.SIGKILL)
     else:
         while way == "SIGKILL while saving" and job.running() and not saving(checkpoint):
-            pass
+            time.sleep(0.0005)
         struck = saving(checkpoint)
         job.kill()
         return struck
@@ -62,7 +62,7 @@ def disturb(job, way, checkpoint, generator):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_random_and_resumed_exactly(name, request, tmp_path):
-    script, (how, flags) = name.split(",")[0], RUNS[name]
+    script, (share, how, flags) = name.split(",")[0], RUNS[name]
     flags = (*flags, "--log-every", 1)
     assert run(script, *flags, "--checkpoint", tmp_path / "undisturbed", **how).status == 0
     if how.get("launcher") == "srun":  # each rank has a disk of its own, and rank 0's is used
@@ -71,7 +71,7 @@ def test_killed_at_random_and_resumed_exactly(name, request, tmp_path):
         flags = (*flags, "--checkpoint", tmp_path / "disk0/run.pt")
     seed, kills = (request.config.getoption(option) for option in ("--chaos-seed", "--chaos-kills"))
     generator, counts, runs, resumed = random.Random(f"{seed} {name}"), Counter(), 0, 0
-    ways = [*WAYS[:2], *generator.choices(WAYS, k=max(0, -(-kills // len(RUNS)) - 2))]
+    ways = [*WAYS[:2], *generator.choices(WAYS, k=max(0, kills * share // 20 - 2))]
     while ways:
         runs, killed = runs + 1, 0
         shutil.rmtree(tmp_path / "disk0", ignore_errors=True)
@@ -202,20 +202,17 @@ class Malicious:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("kind", ("truncated", "malicious"))
-def test_resume_from_the_previous_checkpoint(kind, tmp_path):
+def test_resume_from_the_previous_checkpoint(tmp_path):
     command = ("cpu_ddp", "--epochs", 20, "--save-every", 5, "--checkpoint", "run.pt")
     assert run(*command, cwd=tmp_path).status == 0
     shutil.copy(tmp_path / "run.pt", tmp_path / "undisturbed")
-    if kind == "truncated":
-        os.truncate(tmp_path / "run.pt", 1000)
-    else:
-        torch.save({"model": Malicious()}, tmp_path / "run.pt")
-    content = (tmp_path / "run.pt").read_bytes()
-    result = run(*command, cwd=tmp_path)
-    assert result.status == 0 and "steps 960 to 1280" in result.text, result.text
-    assert (tmp_path / "run.pt.damaged").read_bytes() == content and not (tmp_path / "executed").exists()
-    assert_equal(tmp_path / "run.pt", tmp_path / "undisturbed")
+    for damage in (lambda file: os.truncate(file, 1000), lambda file: torch.save({"model": Malicious()}, file)):
+        damage(tmp_path / "run.pt")
+        content = (tmp_path / "run.pt").read_bytes()
+        result = run(*command, cwd=tmp_path)
+        assert result.status == 0 and "steps 960 to 1280" in result.text, result.text
+        assert (tmp_path / "run.pt.damaged").read_bytes() == content and not (tmp_path / "executed").exists()
+        assert_equal(tmp_path / "run.pt", tmp_path / "undisturbed")
 
 
 def test_full_disk(tmp_path):
@@ -230,17 +227,13 @@ def test_full_disk(tmp_path):
         assert result.status != 0 and len(result.errors) == 1 and "run.pt" in result.errors[0], result.text
         assert load_checkpoint(tmp_path / "run.pt")["step"] == 4
         assert load_checkpoint(tmp_path / "run.pt.previous")["step"] == 2
-        subprocess.run(["mount", "-o", "remount,size=80m", tmp_path], check=True, timeout=30)
-        assert run(*command, launcher="torchrun", nproc=2).status == 0
-        assert load_checkpoint(tmp_path / "run.pt")["step"] == 8
     finally:
         subprocess.run(["umount", tmp_path], check=True, timeout=30)
 
 
 # --- a process that hangs ---
-@pytest.mark.parametrize("stopped", (0, 1))
-def test_stopped_process_ends_the_others_within_timeout(stopped, tmp_path):
+def test_stopped_process_ends_the_others_within_timeout():
     with start("cpu_ddp", "--epochs", 100000, "--log-every", 1, "--timeout", 5, launcher="srun", nproc=2) as job:
         job.wait_for("step 7/")
-        job.send(signal.SIGSTOP, stopped)
-        assert job.processes[1 - stopped].wait(60) != 0
+        job.send(signal.SIGSTOP, 0)
+        assert job.processes[1].wait(60) != 0

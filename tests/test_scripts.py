@@ -45,12 +45,10 @@ def test_three_processes_count_each_test_sample_once(tmp_path):
 # --- mistakes: (script, flags, how, the number of ranks that see it, a word of their error lines) ---
 TWO, THREE = ({"launcher": "torchrun", "nproc": nproc} for nproc in (2, 3))
 MISTAKES = {
-    "no such flag": ("fashionmnist_ddp", "--epohcs 1", {}, 1, "--epohcs"),
     "zero": ("cpu_ddp", "--epochs 0", {}, 1, "--epochs"),
     "no such model": ("cifar10_ddp", "--model resnet19", {}, 1, "resnet18"),
     "no data": ("mnist_dp", "--data-dir absent", {}, 1, "--fake-data"),
     "no data, mp.spawn": ("fashionmnist_ddp", "", {"launcher": "spawn", "nproc": 2}, 1, "--fake-data"),
-    "no data, torchrun": ("cifar10_ddp", "", TWO, 1, "--fake-data"),
     "no such GPU": ("mnist_dp", "--device-ids 0 --fake-data", {}, 1, "--device-ids"),
     "two processes": ("mnist_dp", "--fake-data", {"env": {"WORLD_SIZE": 2}}, 1, "cifar10_ddp"),
     "checkpoint is a folder": ("cpu_ddp", "--checkpoint {folder}", {}, 1, "--checkpoint"),

@@ -150,7 +150,7 @@ def preempted_before_training(lab):
 
 def bug(lab):
     script = changed(lab, "            step += 1\n", "            step += 1\n            assert step < 70\n")
-    job = submit(lab, "cpu", *LONG, "--save-every", 1, SCRIPT=script)
+    job = submit(lab, "cifar10-srun", *LONG, "--save-every", 1, SCRIPT=script)
     lab.wait_for(job, lambda: restarts(lab, job) == 1)
     lab.wait(job, "FAILED")
     assert restarts(lab, job) == 1
@@ -174,13 +174,13 @@ def no_data(lab):
 
 
 def cancelled(lab):
-    job = submit(lab, "cpu", *LONG, SCRIPT=slow(lab))
+    job = submit(lab, "cifar10-srun", *LONG, SCRIPT=slow(lab))
     wait_for_steps(lab, job)
     lab.sh(f"scancel {job}")
     lab.wait(job, "CANCELLED")
     time.sleep(10)  # a requeued job waits for 7 s
     assert lab.show(job, "JobState") == "CANCELLED" and restarts(lab, job) == 0
-    assert load_checkpoint(lab.folder / f"cpu-{job}.pt")["step"] < 160
+    assert load_checkpoint(lab.folder / f"cifar10-srun-{job}.pt")["step"] < 320
     return job
 
 
@@ -228,7 +228,7 @@ def lab():
 def jobs(lab, request):
     """The stories' jobs (futures), side by side, those that take long first."""
     chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(6) as pool:
         yield {name: pool.submit(story, lab) for name, story in STORIES.items() if name in chosen}
 
 
