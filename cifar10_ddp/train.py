@@ -153,10 +153,10 @@ def train(args):
             samples += len(y)
             if step % args.log_every == 0 or step % steps_per_epoch == 0:
                 loss_sum, correct, count, stop = all_reduce_sum(*totals, samples, len(signals), device=device)
-                speed = (step - first_step) / (time.perf_counter() - start)  # steps/s
+                seconds = time.perf_counter() - start
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss_sum / count:.4f}  "
-                    f"accuracy {correct / count:.4f}  {speed * global_batch:,.0f} images/s  "
-                    f"{timedelta(seconds=round((total_steps - step) / speed))} left")
+                    f"accuracy {correct / count:.4f}  {count / seconds:,.0f} images/s  "
+                    f"{timedelta(seconds=round((total_steps - step) * seconds / (step - first_step)))} left")
                 if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
                     save_checkpoint(args.checkpoint, state, step=step, run=run, global_batch=global_batch)
                 if stop and step < total_steps:
@@ -285,7 +285,7 @@ def load_checkpoint(path):
         sys.exit(f"error: cannot write --checkpoint {path} ({error})")
     for candidate in filter(os.path.exists, (path, f"{path}.previous")):
         try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load does not verify it
+            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies neither of these
                 damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
@@ -293,7 +293,8 @@ def load_checkpoint(path):
             sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
         except Exception as error:
             damage = error
-        print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
+        print(f"warning: {candidate} is damaged or not a checkpoint ({damage}), renamed to {candidate}.damaged",
+              file=sys.stderr)
         os.replace(candidate, f"{candidate}.damaged")
     return {}
 

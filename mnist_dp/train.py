@@ -132,10 +132,11 @@ def train(args):
             samples += len(y)
             if step % args.log_every == 0 or step % steps_per_epoch == 0:
                 loss, correct = (totals / samples).tolist()
-                speed = (step - first_step) / (time.perf_counter() - start)  # steps/s
+                seconds = time.perf_counter() - start
                 print(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss:.4f}  "
-                      f"accuracy {correct:.4f}  {speed * args.batch_size:,.0f} images/s  "
-                      f"{timedelta(seconds=round((total_steps - step) / speed))} left", flush=True)
+                      f"accuracy {correct:.4f}  {samples / seconds:,.0f} images/s  "
+                      f"{timedelta(seconds=round((total_steps - step) * seconds / (step - first_step)))} left",
+                      flush=True)
             if signals or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
                 if args.checkpoint:
                     write_checkpoint(args.checkpoint, state, step=step, run=run, global_batch=args.batch_size)
@@ -218,7 +219,7 @@ def load_checkpoint(path):
         sys.exit(f"error: cannot write --checkpoint {path} ({error})")
     for candidate in filter(os.path.exists, (path, f"{path}.previous")):
         try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load does not verify it
+            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies neither of these
                 damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
             if not damage:
                 return torch.load(candidate, map_location="cpu", weights_only=True)
@@ -226,7 +227,8 @@ def load_checkpoint(path):
             sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
         except Exception as error:
             damage = error
-        print(f"warning: {candidate} is damaged ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
+        print(f"warning: {candidate} is damaged or not a checkpoint ({damage}), renamed to {candidate}.damaged",
+              file=sys.stderr)
         os.replace(candidate, f"{candidate}.damaged")
     return {}
 

@@ -201,7 +201,7 @@ class Lab(Network):
         "SlurmdParameters": "config_overrides", "TaskPlugin": "task/none",      # accept these CPUs and this memory
         "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE",
         "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
-        "SlurmdTimeout": "10",                          # a lost node is down sooner
+        "SlurmdTimeout": "10", "KillWait": "15",        # a lost node is down sooner, and what hangs is killed sooner
         "AuthInfo": "cred_expire=5",                    # a requeued job waits 7 s, not 121
         "MinJobAge": "3600",                            # ended jobs stay visible
     }
