@@ -98,7 +98,7 @@ FLAGS = ("--epochs", 50, "--save-every", 1, "--log-every", 1, "--checkpoint")
 def undisturbed(tmp_path_factory):
     """The checkpoint of cpu_ddp with FLAGS on two processes."""
     path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
-    assert run("cpu_ddp", *FLAGS, path, launcher="torchrun", nproc=2).status == 0
+    assert run("cpu_ddp", *FLAGS, path, launcher="srun", nproc=2).status == 0
     return path
 
 
@@ -201,17 +201,16 @@ class Malicious:
         return os.mkdir, ("executed",)
 
 
-def test_resume_from_the_previous_checkpoint(tmp_path):
+def test_malicious_checkpoint_is_not_executed_and_the_previous_one_is_resumed(tmp_path):
     command = ("cpu_ddp", "--epochs", 20, "--save-every", 5, "--checkpoint", "run.pt")
     assert run(*command, cwd=tmp_path).status == 0
     shutil.copy(tmp_path / "run.pt", tmp_path / "undisturbed")
-    for damage in (lambda file: os.truncate(file, 1000), lambda file: torch.save({"model": Malicious()}, file)):
-        damage(tmp_path / "run.pt")
-        content = (tmp_path / "run.pt").read_bytes()
-        result = run(*command, cwd=tmp_path)
-        assert result.status == 0 and "steps 960 to 1280" in result.text, result.text
-        assert (tmp_path / "run.pt.damaged").read_bytes() == content and not (tmp_path / "executed").exists()
-        assert_equal(tmp_path / "run.pt", tmp_path / "undisturbed")
+    torch.save({"model": Malicious()}, tmp_path / "run.pt")
+    content = (tmp_path / "run.pt").read_bytes()
+    result = run(*command, cwd=tmp_path)
+    assert result.status == 0 and "steps 960 to 1280" in result.text, result.text
+    assert (tmp_path / "run.pt.damaged").read_bytes() == content and not (tmp_path / "executed").exists()
+    assert_equal(tmp_path / "run.pt", tmp_path / "undisturbed")
 
 
 def test_full_disk(tmp_path):
@@ -222,7 +221,7 @@ def test_full_disk(tmp_path):
     try:  # a checkpoint takes 14 MB
         command = ("fashionmnist_ddp", "--fake-data", 64, "--batch-size", 16, "--epochs", 4,
                    "--checkpoint", tmp_path / "run.pt")
-        result = run(*command, launcher="torchrun", nproc=2)
+        result = run(*command, launcher="srun", nproc=2)
         assert result.status != 0 and len(result.errors) == 1 and "run.pt" in result.errors[0], result.text
         assert load_checkpoint(tmp_path / "run.pt")["step"] == 4
         assert load_checkpoint(tmp_path / "run.pt.previous")["step"] == 2

@@ -102,7 +102,7 @@ def ten_preemptions(lab):
 
 def two_lost_nodes(lab):
     """First the node of the batch script, then, after the job was requeued, another one."""
-    job = submit(lab, "cpu", *LONG, "--save-every", 1, options=["--nodes=2"], nodes="c5,c6,c7,c8",
+    job = submit(lab, "cifar10-srun", *LONG, "--save-every", 1, options=["--nodes=2"], nodes="c5,c6,c7,c8",
                  SCRIPT=slow(lab, lives=2))
     wait_for_steps(lab, job, steps=6)
     batch_host = lab.node(lab.show(job, "BatchHost"))

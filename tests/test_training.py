@@ -20,12 +20,12 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 # --- data ---
 def test_real_fashion_mnist(tmp_path):
-    """One epoch on the first 6,000 images of Debian's package."""
+    """One epoch on the first 4,000 images of Debian's package."""
     if not DEBIAN.exists():
         pytest.skip("requires the real images: apt-get install dataset-fashion-mnist")
     raw = tmp_path / "FashionMNIST/raw"
     raw.mkdir(parents=True)
-    for archive, count in ("train", 6000), ("t10k", 1000):
+    for archive, count in ("train", 4000), ("t10k", 1000):
         for kind, size in ("images-idx3", 784), ("labels-idx1", 1):
             content = gzip.decompress((DEBIAN / f"{archive}-{kind}-ubyte.gz").read_bytes())
             header = 16 if size > 1 else 8
