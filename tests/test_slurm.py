@@ -304,7 +304,8 @@ def test_processes_have_their_cores():
         pytest.skip(reason)
     with running(Bound, 1) as lab:
         (lab.folder / ".venv").symlink_to(sys.prefix)
-        (lab.folder / "probe.py").write_text("import os; print('cores', *os.sched_getaffinity(0), flush=True)")
+        (lab.folder / "probe.py").write_text(  # one write: processes share the output
+            "import os; os.write(1, b'cores %s\\n' % ' '.join(map(str, os.sched_getaffinity(0))).encode())")
         for name, cores in {"cpu": [2, 2], "cifar10-srun": [1, 1], "fashionmnist": [2], "mnist": [2]}.items():
             job = lab.sbatch("--cpus-per-task=2", ROOT / f"slurm/{name}.sbatch", env={"SCRIPT": "probe.py"})
             lab.wait(job, "COMPLETED")
