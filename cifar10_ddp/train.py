@@ -165,6 +165,7 @@ def train(args):
                     sys.exit(1)
         correct, count = evaluate(model, preprocess, test_images, test_labels)
         log(f"epoch {epoch + 1}/{args.epochs}  test accuracy {correct / count:.4f} ({correct:.0f}/{count:.0f})")
+    time.sleep(0.5)  # torch 2.6 can hang if the group is destroyed while a thread of gloo waits for the GIL
     dist.destroy_process_group()
 
 
@@ -293,8 +294,7 @@ def load_checkpoint(path):
             sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
         except Exception as error:
             damage = error
-        print(f"warning: {candidate} is damaged or not a checkpoint ({damage}), renamed to {candidate}.damaged",
-              file=sys.stderr)
+        print(f"warning: {candidate} cannot be loaded ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
         os.replace(candidate, f"{candidate}.damaged")
     return {}
 

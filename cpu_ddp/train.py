@@ -118,6 +118,7 @@ def train(args):
                     dist.destroy_process_group()
                     sys.exit(1)
     log(f"largest error of a learned weight: {(model.weight - true_weight).abs().max():.4f}")
+    time.sleep(0.5)  # torch 2.6 can hang if the group is destroyed while a thread of gloo waits for the GIL
     dist.destroy_process_group()
 
 
@@ -246,8 +247,7 @@ def load_checkpoint(path):
             sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
         except Exception as error:
             damage = error
-        print(f"warning: {candidate} is damaged or not a checkpoint ({damage}), renamed to {candidate}.damaged",
-              file=sys.stderr)
+        print(f"warning: {candidate} cannot be loaded ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
         os.replace(candidate, f"{candidate}.damaged")
     return {}
 

@@ -227,8 +227,7 @@ def load_checkpoint(path):
             sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
         except Exception as error:
             damage = error
-        print(f"warning: {candidate} is damaged or not a checkpoint ({damage}), renamed to {candidate}.damaged",
-              file=sys.stderr)
+        print(f"warning: {candidate} cannot be loaded ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
         os.replace(candidate, f"{candidate}.damaged")
     return {}
 
