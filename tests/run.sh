@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the quick tests (3 minutes on 2 cores): every script trains for one epoch on the CPU and learns, a run
+# Run the quick tests (4 minutes on 2 cores): every script trains for one epoch on the CPU and learns, a run
 # resumes exactly, errors are explained. With --all, run all tests (25 minutes). What this machine cannot run
 # is listed at the end, with the command that enables it.
 #

@@ -23,7 +23,7 @@ FILES = {  # file: script, its flags, options of sbatch, launcher outside Slurm,
     "cpu": ("cpu_ddp", LINEAR, ["--nodes=2"], "srun", 2),
     "cpu-container": ("cpu_ddp", LINEAR, ["--cpus-per-task=2"], "srun", 2),
     "mnist": ("mnist_dp", IMAGES, ["--gpus-per-node=2"], "python", 1),
-    "cifar10": ("cpu_ddp", LINEAR, ["--nodes=2", "--gpus-per-node=1"], "srun", 2),  # with a script of the user's own
+    "cifar10": ("cifar10_ddp", IMAGES, ["--nodes=2", "--gpus-per-node=1"], "srun", 2),
     "cifar10-srun": ("cifar10_ddp", IMAGES, ["--gpus-per-node=2"], "srun", 2),
     "fashionmnist": ("fashionmnist_ddp", IMAGES, ["--cpus-per-task=2"], "spawn", 2),
     "synthetic": ("synthetic_ddp", LINEAR, ["--gpus-per-node=2", "--cpus-per-task=2"], "torchrun", 2),
@@ -199,7 +199,7 @@ def train(name):
         elif name == "cifar10":  # copied beside a script, with an active environment
             how |= {"cwd": lab.folder / "mine", "SCRIPT": "my.py", "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
             (lab.folder / "mine").mkdir()
-            shutil.copy(ROOT / "cpu_ddp/train.py", lab.folder / "mine/my.py")
+            shutil.copy(ROOT / "cifar10_ddp/train.py", lab.folder / "mine/my.py")
             file = shutil.copy(ROOT / "slurm/cifar10.sbatch", lab.folder / "mine")
         job = submit(lab, str(file), *flags, options=options, **how)
         lab.wait(job, "COMPLETED")
