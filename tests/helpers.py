@@ -37,7 +37,8 @@ def clean_environment(**extra):
     """The environment without a launcher's variables, GPUs and downloads, plus extra."""
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     env.update(PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES="", http_proxy="http://127.0.0.1:9",
-               https_proxy="http://127.0.0.1:9", no_proxy="")
+               https_proxy="http://127.0.0.1:9", no_proxy="",
+               OMP_WAIT_POLICY="passive")  # threads that spin take the cores of other tests
     return env | {name: str(value) for name, value in extra.items()}
 
 

@@ -24,9 +24,9 @@ RUNS = {  # of 20 kills, how many; how; flags
     "mnist_dp, python": (11, {}, ("--fake-data", 320, "--batch-size", 32, "--epochs", 6)),
     "fashionmnist_ddp, mp.spawn": (3, {"launcher": "spawn", "nproc": 2},
                                    ("--fake-data", 160, "--batch-size", 16, "--epochs", 12)),
-    "cifar10_ddp, srun": (3, {"launcher": "srun", "nproc": 2}, ("--fake-data", 24, "--batch-size", 4, "--epochs", 4)),
+    "cifar10_ddp, srun": (3, {"launcher": "srun", "nproc": 2}, ("--fake-data", 16, "--batch-size", 2, "--epochs", 3)),
     "cpu_ddp, torchrun": (3, {"launcher": "torchrun", "nproc": 4},
-                          ("--samples", 2560, "--batch-size", 64, "--epochs", 60, "--save-every", 3)),
+                          ("--samples", 2560, "--batch-size", 64, "--epochs", 24, "--save-every", 3)),
 }
 WAYS = ("SIGTERM", "SIGKILL of all", "SIGKILL while saving", "SIGKILL of one process")
 

@@ -19,14 +19,14 @@ from slurm_lab import Lab, running, why_not
 LINEAR = ("--epochs", 4, "--samples", 256)
 IMAGES = ("--epochs", 1, "--fake-data", 32, "--batch-size", 8)
 LONG = ("--epochs", 40, "--samples", 256, "--log-every", 1, "--save-every", 1000)  # 160 steps of 2 processes
-FILES = {  # file: script, its flags, options of sbatch, launcher outside Slurm, processes
-    "cpu": ("cpu_ddp", LINEAR, ["--nodes=2"], "srun", 2),
-    "cpu-container": ("cpu_ddp", LINEAR, ["--cpus-per-task=2"], "srun", 2),
-    "mnist": ("mnist_dp", IMAGES, ["--gpus-per-node=2"], "python", 1),
-    "cifar10": ("cifar10_ddp", IMAGES, ["--nodes=2", "--gpus-per-node=1"], "srun", 2),
-    "cifar10-srun": ("cifar10_ddp", IMAGES, ["--gpus-per-node=2"], "srun", 2),
-    "fashionmnist": ("fashionmnist_ddp", IMAGES, ["--cpus-per-task=2"], "spawn", 2),
-    "synthetic": ("synthetic_ddp", LINEAR, ["--gpus-per-node=2", "--cpus-per-task=2"], "torchrun", 2),
+FILES = {  # file: script, its flags, options of sbatch, processes
+    "cpu": ("cpu_ddp", LINEAR, ["--nodes=2"], 2),
+    "cpu-container": ("cpu_ddp", LINEAR, ["--cpus-per-task=2"], 2),
+    "mnist": ("mnist_dp", IMAGES, ["--gpus-per-node=2"], 1),
+    "cifar10": ("cifar10_ddp", IMAGES, ["--nodes=2", "--gpus-per-node=1"], 2),
+    "cifar10-srun": ("cifar10_ddp", IMAGES, ["--gpus-per-node=2"], 2),
+    "fashionmnist": ("fashionmnist_ddp", IMAGES, ["--cpus-per-task=2"], 2),
+    "synthetic": ("synthetic_ddp", LINEAR, ["--gpus-per-node=2", "--cpus-per-task=2"], 2),
 }
 
 
@@ -129,7 +129,7 @@ def time_limit(lab):
 
 
 def scontrol_requeue(lab):
-    job = submit(lab, "cifar10-srun", *LONG, options=["--nodes=2"], SCRIPT=slow(lab))
+    job = submit(lab, "cifar10-srun", *LONG, SCRIPT=slow(lab))
     wait_for_steps(lab, job)
     lab.sh(f"scontrol requeue {job}")
     lab.wait(job, "COMPLETED")
@@ -139,7 +139,7 @@ def scontrol_requeue(lab):
 
 def preempted_before_training(lab):
     nap = "print('importing', flush=True)\nif 'SLURM_RESTART_COUNT' not in os.environ:\n    time.sleep(60)\n"
-    job = submit(lab, "cifar10-srun", *LONG, options=["--cpus-per-task=2"], nodes="c4",
+    job = submit(lab, "cifar10-srun", *LONG, nodes="c4",
                  SCRIPT=changed(lab, "import torch\n", f"{nap}import torch\n"))
     lab.wait_for(job, lambda: "importing" in lab.output(job))
     preempt(lab, "c4", job)
@@ -234,14 +234,14 @@ def jobs(lab, request):
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory):
-    """outside(script, flags, launcher, nproc) is the checkpoint of that training outside Slurm."""
+    """outside(script, flags, nproc) is the checkpoint of that training outside Slurm."""
     folder, known = tmp_path_factory.mktemp("outside"), {}
 
-    def train(script, flags, launcher, nproc):
+    def train(script, flags, nproc):
         key = script, flags, nproc
         if key not in known:
             known[key] = folder / f"{len(known)}.pt"
-            result = run(script, *flags, "--checkpoint", known[key], launcher=launcher, nproc=nproc, timeout=600,
+            result = run(script, *flags, "--checkpoint", known[key], launcher="srun", nproc=nproc, timeout=600,
                          env={"OMP_NUM_THREADS": 1})
             assert result.status == 0, result.text
         return known[key]
@@ -251,8 +251,8 @@ def outside(tmp_path_factory):
 # --- the tests ---
 @pytest.mark.parametrize("name", FILES)
 def test_trains(lab, jobs, outside, name):
-    script, flags, _, launcher, nproc = FILES[name]
-    reference = outside(script, flags, launcher, nproc)
+    script, flags, _, nproc = FILES[name]
+    reference = outside(script, flags, nproc)
     job = jobs[name].result(timeout=1800)
     text, folder = lab.output(job), lab.folder / ("mine" if name == "cifar10" else ".")
     assert nproc == 1 or f"{nproc} processes on cpu" in text
@@ -268,7 +268,7 @@ def test_trains(lab, jobs, outside, name):
 
 @pytest.mark.parametrize("name", [story.__name__ for story in RETURNS])
 def test_comes_back_and_ends_with_the_same_weights(lab, jobs, outside, name):
-    reference = outside("cpu_ddp", LONG, "srun", 1 if name == "ten_preemptions" else 2)
+    reference = outside("cpu_ddp", LONG, 2 if name in ("two_lost_nodes", "time_limit") else 1)
     job = jobs[name].result(timeout=1800)
     assert_equal(lab.folder / f"{lab.show(job, 'JobName')}-{job}.pt", reference)
     if name != "preempted_before_training":
@@ -291,7 +291,7 @@ def test_two_terminals(lab, outside):
         time.sleep(0.1)
     text = lab.sh(f"srun --nodelist=c2 bash -c {shlex.quote(line[1])}; while pgrep -x srun; do sleep 1; done", 600)
     assert "2 processes on cpu" in text + log.read_text()
-    assert_equal(lab.folder / "two.pt", outside("cpu_ddp", LINEAR, "srun", 2))
+    assert_equal(lab.folder / "two.pt", outside("cpu_ddp", LINEAR, 2))
 
 
 def test_processes_have_their_cores():
