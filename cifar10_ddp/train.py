@@ -2,14 +2,15 @@
 """Train ResNet-18, or any torchvision classifier, on CIFAR-10 with DistributedDataParallel (DDP).
 
     python train.py                          # one process, on a GPU or the CPU
-    torchrun --nproc-per-node=4 train.py     # one process per GPU of this machine
+    torchrun --standalone --nproc-per-node=4 train.py     # one process per GPU of this machine
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 python train.py
-    torchrun --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
+    torchrun --standalone --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. On SIGTERM or SIGINT, a run saves at
-the next log line and exits with status 1; after SIGKILL, it resumes from its last checkpoint. On the CPU, with the same
-number of processes and threads, it ends with exactly the weights of an uninterrupted run.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. On
+SIGTERM or SIGINT, a run saves at the next log line and exits with status 1; after SIGKILL, it resumes from its last
+checkpoint. On the same kind of CPU, with the same torch, number of processes and threads, it ends with exactly the
+weights of an uninterrupted run.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example of "A complete
 tutorial to run a distributed training on multiple nodes with Pytorch DDP".
@@ -17,7 +18,6 @@ tutorial to run a distributed training on multiple nodes with Pytorch DDP".
 import argparse
 import contextlib
 import ctypes
-import math
 import os
 import re
 import signal
@@ -31,42 +31,39 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 from torchvision import models
 from torchvision.datasets import CIFAR10
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--epochs", type=positive(int), default=30, help="passes over the data")
-    add("--batch-size", type=positive(int), default=128, help="images per process and step")
+    add("--epochs", type=at_least(1), default=30, help="passes over the data (default %(default)s)")
+    add("--batch-size", type=at_least(1), default=128, help="images per process and step (default %(default)s)")
     add("--model", default="resnet18", choices=models.list_models(module=models), metavar="NAME",
-        help="a classifier of torchvision.models; for all but resnet18, the images are upsampled")
-    add("--lr", type=positive(float), default=0.1, help="peak learning rate of SGD for a global batch of 256")
-    add("--seed", type=int, default=0, help="seed of weights, order, crops, flips and dropout")
-    add("--bf16", action="store_true", help="train in bfloat16; slow on CPUs without AVX512-BF16 or AMX instructions")
-    add("--data-dir", default="data", help="folder of the data set, downloaded if missing")
-    add("--fake-data", type=positive(int), nargs="?", const=512, metavar="N", help="train on N generated images")
-    add("--checkpoint", metavar="FILE", help="file to save to and to resume from")
-    add("--save-every", type=positive(int), default=1, metavar="EPOCHS", help="epochs between checkpoints")
-    add("--log-every", type=positive(int), default=5, metavar="STEPS", help="steps between log lines and stop checks")
-    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for other processes")
+        help="a classifier of torchvision.models; the recipe is that of %(default)s, the default")
+    add("--lr", type=at_least(0.0), default=0.1, help="peak learning rate of SGD per 256 images (default %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights, order, crops, flips and dropout (default %(default)s)")
+    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100, CPUs without AVX512-BF16 or AMX")
+    add("--data-dir", default="data", help="folder of the data set, downloaded if missing (default %(default)s)")
+    add("--fake-data", type=at_least(1), nargs="?", const=512, metavar="N", help="train on N generated images")
+    add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
+    add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints (default %(default)s)")
+    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="wait for processes (default %(default)s)")
     return parser.parse_args()
 
 
 def build_model(name):
-    """Return a model from images (N, 3, 32, 32) to logits (N, 10)."""
+    """Return a model from images (N, 3, size, size) to logits (N, 10), and the size."""
     no_aux = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model = models.get_model(name, weights=None, num_classes=10, **no_aux)
     if name == "resnet18":  # the usual stem for small images: 3 x 3, without stride and pooling
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
-        return model
+        return model, 32
     size = models.get_model_weights(name).DEFAULT.transforms.keywords["crop_size"]
-    size = getattr(model, "image_size", size)  # a vision transformer takes no other
-    return nn.Sequential(nn.Upsample(size=(size, size), mode="bilinear"), model)
+    return model, getattr(model, "image_size", size)  # a vision transformer takes no other
 
 
 def load_data(args, train):
@@ -87,15 +84,15 @@ def augment(images):
     return crops[torch.arange(n, device=images.device), :, top, left]
 
 
-def preprocess(images):
-    """Return uint8 images as floats in [-1, 1]."""
-    return images.float().div_(127.5).sub_(1).contiguous(memory_format=torch.channels_last)
+def preprocess(images, size):
+    """Return uint8 images as floats in [-1, 1], upsampled to size x size pixels."""
+    images = images.float().div_(127.5).sub_(1).to(memory_format=torch.channels_last)
+    return images if size == 32 else F.interpolate(images, (size, size), mode="bilinear")
 
 
 def train(args):
     rank, local_rank, world_size = setup_environment()
-    # srun may show each process only its own GPU
-    device = torch.device(f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
+    device = pick_device(local_rank)
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the other processes
         download(CIFAR10, args)
     checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]
@@ -108,83 +105,84 @@ def train(args):
     images, labels = (tensor.to(device) for tensor in load_data(args, train=True))
     test_images, test_labels = (tensor.to(device) for tensor in load_data(args, train=False))
 
-    run = {"script": "cifar10_ddp", "model": args.model, "images": len(images), "batch_size": args.batch_size,
-           "lr": args.lr, "seed": args.seed, "bf16": args.bf16}
+    settings = {"script": "cifar10_ddp", "model": args.model, "images": len(images), "batch_size": args.batch_size,
+                "lr": args.lr, "seed": args.seed, "bf16": args.bf16}
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)  # kept when the world size changes
-    if global_batch % world_size:
-        sys.exit(f"error: the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
-    steps_per_epoch = math.ceil(len(images) / global_batch)
+    steps_per_epoch = max(1, len(images) // global_batch)
     total_steps = args.epochs * steps_per_epoch
 
+    def lr_factor(step):  # linear warm-up over a fifth of the steps, then linear decay to 0
+        return min(1, (step + 1) / total_steps / 0.2, (1 - step / total_steps) / 0.8)
+
     torch.manual_seed(args.seed)
-    model = build_model(args.model).to(device, memory_format=torch.channels_last)
+    model, size = build_model(args.model)
+    model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * global_batch / 256, momentum=0.9, nesterov=True,
                                 weight_decay=5e-4, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(  # linear warm-up over a fifth of the steps, then linear decay
-        optimizer, lambda step: min(1, (step + 1) / total_steps / 0.2, (1 - step / total_steps) / 0.8))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    step = restore(checkpoint, run, state)
-    ddp_model = wrap_ddp(model, preprocess(images[:2]))
-    log(f"{args.model} | {world_size} processes on {device.type}, {torch.get_num_threads()} threads each | "
+    step = restore(checkpoint, settings, state, total_steps)
+    del checkpoint  # frees its memory
+    if min(global_batch, len(images)) < world_size:
+        sys.exit(f"error: more processes than images in a batch ({min(global_batch, len(images))}): start fewer")
+    ddp_model = wrap_ddp(model, preprocess(images[:2], size))
+    log(f"{args.model} | world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | global batch {global_batch} of {len(images)} images | "
         f"steps {step} to {total_steps}")
 
-    signals = catch_signals()
-    sampler = DistributedSampler(images, seed=args.seed)
+    signals, next_log = [], step + 1
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # evaluate a finished epoch again
-        sampler.set_epoch(epoch)
-        batches = torch.tensor(list(sampler), device=device).split(global_batch // world_size)
-        batches = batches[step - epoch * steps_per_epoch:]
-        first_step, start = step, time.perf_counter()
-        totals, samples = torch.zeros(2, dtype=torch.float64, device=device), 0  # loss and correct, of this process
-        # Larger than memory: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches]):
-        for indices in batches:
+        # The hash of integers is the same in every process. What fills no batch is dropped.
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
+        batches = order.to(device).split(global_batch)[:steps_per_epoch]
+        loss_sum = correct = count = 0  # of this process in this epoch
+        log_step, log_time = step, time.perf_counter()
+        for batch in batches[step - epoch * steps_per_epoch:]:
+            indices = batch[rank::world_size]
             x, y = images[indices], labels[indices]
-            torch.manual_seed(hash((args.seed, step, rank)))  # a resumed run repeats the crops and flips
+            torch.manual_seed(hash((args.seed, step, rank)))  # a resumed run repeats the crops and the flips
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = ddp_model(preprocess(augment(x)))
-                loss = F.cross_entropy(logits, y)
+                logits = ddp_model(preprocess(augment(x), size))
+                loss = F.cross_entropy(logits, y, reduction="sum")
             optimizer.zero_grad()
-            loss.backward()  # DDP averages the gradients over all processes
+            (loss * (world_size / len(batch))).backward()  # DDP divides by world_size: the mean over the batch
             optimizer.step()
             scheduler.step()
             step += 1
-            totals += torch.stack([loss.detach() * len(y), (logits.argmax(1) == y).sum()])  # no GPU synchronization
-            samples += len(y)
-            if step % args.log_every == 0 or step % steps_per_epoch == 0:
-                loss_sum, correct, count, stop = all_reduce_sum(*totals, samples, len(signals), device=device)
-                seconds = time.perf_counter() - start
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss_sum / count:.4f}  "
-                    f"accuracy {correct / count:.4f}  {count / seconds:,.0f} images/s  "
-                    f"{timedelta(seconds=round((total_steps - step) * seconds / (step - first_step)))} left")
+            loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
+            correct += (logits.argmax(1) == y).sum()
+            count += len(y)
+            if step == next_log or step % steps_per_epoch == 0:
+                total_loss, total_correct, total_count, seconds, stop = all_reduce_sum(  # item() waits for the GPU
+                    loss_sum.item(), correct.item(), count, time.perf_counter() - log_time, len(signals), device=device)
+                steps_per_second = (step - log_step) / (seconds / world_size)  # the same number on all ranks
+                next_log = step + max(1, int(args.log_every * steps_per_second))
+                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {total_loss / total_count:.4f}  "
+                    f"accuracy {total_correct / total_count:.4f}  {steps_per_second * len(batch):,.0f} images/s  "
+                    f"{timedelta(seconds=round((total_steps - step) / steps_per_second))} left")
                 if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
-                    save_checkpoint(args.checkpoint, state, step=step, run=run, global_batch=global_batch)
+                    if args.checkpoint and rank == 0:
+                        write_checkpoint(args.checkpoint, state, step, settings, global_batch)
+                    dist.barrier()  # when a process exits, its launcher ends the others: not before rank 0 has saved
                 if stop and step < total_steps:
-                    log(f"stopped by a signal after step {step}")
-                    dist.destroy_process_group()
-                    sys.exit(1)
-        correct, count = evaluate(model, preprocess, test_images, test_labels)
+                    close_group()
+                    sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
+                log_step, log_time = step, time.perf_counter()
+        correct, count = evaluate(model, lambda x: preprocess(x, size), test_images, test_labels, args)
         log(f"epoch {epoch + 1}/{args.epochs}  test accuracy {correct / count:.4f} ({correct:.0f}/{count:.0f})")
-    time.sleep(0.5)  # torch 2.6 can hang if the group is destroyed while a thread of gloo waits for the GIL
-    dist.destroy_process_group()
+    close_group()
 
 
 # The shared blocks are identical in all scripts of this collection.
 # --- shared: helpers ---
-def positive(kind):
+def at_least(minimum):
     def number(text):
-        if not 0 < kind(text) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-        return kind(text)
+        if not minimum <= type(minimum)(text) < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number of at least {minimum}")
+        return type(minimum)(text)
     return number
-
-
-def catch_signals():
-    """Return a list to which SIGTERM, SIGINT and SIGUSR1 are appended."""
-    signals = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, lambda signum, _: signals.append(signum))
-    return signals
 
 
 def configure_cpu(local_world_size):
@@ -199,6 +197,61 @@ def configure_cpu(local_world_size):
     with contextlib.suppress(AttributeError):  # glibc: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def write_checkpoint(path, state, step, settings, global_batch):
+    """Replace the file at path atomically, and keep the previous one as path.previous."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    checkpoint.update(step=step, settings=settings, global_batch=global_batch)
+    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
+    try:
+        with open(f"{path}.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.exists(path):
+            os.replace(path, f"{path}.previous")
+        os.replace(f"{path}.tmp", path)
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
+
+
+def load_checkpoint(path):
+    """Return the checkpoint at path, or at path.previous if that cannot be loaded, or {} if there are no files."""
+    if not path:
+        return {}
+    try:  # fail now, not at the first save
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        open(f"{path}.tmp", "ab").close()
+    except OSError as error:
+        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
+    files = [file for file in (path, f"{path}.previous") if os.path.exists(file)]
+    for file in files:
+        try:
+            if damaged := zipfile.ZipFile(file).testzip():  # torch.load does not verify the checksums
+                raise RuntimeError(f"wrong checksum of {damaged}")
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            print(f"warning: cannot load {file} ({error})", file=sys.stderr)
+    if files:
+        sys.exit(f"error: --checkpoint: cannot load {' or '.join(files)}: move them away to start over")
+    return {}
+
+
+def restore(checkpoint, settings, state, total_steps):
+    """Load the checkpoint into model, optimizer and scheduler; return its step, or 0."""
+    if not checkpoint:
+        return 0
+    saved = checkpoint.get("settings", {})
+    if different := ", ".join(f"{key} {saved.get(key)}, not {settings[key]}" for key in settings
+                              if saved.get(key) != settings[key]):
+        sys.exit(f"error: the checkpoint belongs to another run ({different}): name another --checkpoint")
+    if checkpoint["step"] > total_steps:
+        sys.exit(f"error: the checkpoint is of step {checkpoint['step']} of {total_steps}: increase --epochs")
+    for name, part in state.items():
+        part.load_state_dict(checkpoint[name])
+    return checkpoint["step"]
 # --- end ---
 
 
@@ -224,13 +277,16 @@ def init_group(rank, world_size, device, timeout):
                             timeout=timedelta(seconds=timeout), device_id=device if device.type == "cuda" else None)
 
 
-def wrap_ddp(model, example):
-    """Return model in DDP, after one forward and backward pass on example, which changes neither weights nor buffers.
+def close_group():
+    time.sleep(0.5)  # gloo's threads may need the GIL to free tensors, and the next call keeps it until they end
+    dist.destroy_process_group()
 
-    DDP rebuilds its gradient buckets after the first pass, which changes the order of summation. With this pass, a
-    resumed run sums in the same order as an uninterrupted one.
-    """
+
+def wrap_ddp(model, example):
+    """Return model in DDP, after a forward and a backward pass on example that change no weights and no buffers."""
+    # DDP's first pass rebuilds its buckets: on 3 or more processes, it sums in another order than those that follow.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False  # not in every step: evaluate() does it
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ddp_model(example).sum().backward()
     model.load_state_dict(before)
@@ -239,75 +295,14 @@ def wrap_ddp(model, example):
 
 def all_reduce_sum(*numbers, device):
     """Return the sum of each number over all ranks."""
-    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
-
-
-def save_checkpoint(path, state, **values):
-    """Save on rank 0. The other ranks wait: when a process exits, its launcher ends the others."""
-    if path and dist.get_rank() == 0:
-        write_checkpoint(path, state, **values)
-    dist.barrier()
 
 
 def log(message):
     if dist.get_rank() == 0:
         print(message, flush=True)
-# --- end ---
-
-
-# --- shared: checkpoints ---
-def write_checkpoint(path, state, **values):
-    """Replace the file at path atomically, and keep the previous one as path.previous."""
-    checkpoint = values | {name: part.state_dict() for name, part in state.items()}
-    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
-    try:
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if os.path.exists(path):
-            os.replace(path, f"{path}.previous")
-        os.replace(f"{path}.tmp", path)
-    except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
-
-
-def load_checkpoint(path):
-    """Return the newest intact checkpoint of path and path.previous, or {}. A damaged one is renamed."""
-    if not path:
-        return {}
-    try:  # fail now, not at the first save
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        open(f"{path}.tmp", "wb").close()
-    except OSError as error:
-        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
-    for candidate in filter(os.path.exists, (path, f"{path}.previous")):
-        try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies neither of these
-                damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
-            if not damage:
-                return torch.load(candidate, map_location="cpu", weights_only=True)
-        except (IsADirectoryError, PermissionError) as error:
-            sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
-        except Exception as error:
-            damage = error
-        print(f"warning: {candidate} cannot be loaded ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
-        os.replace(candidate, f"{candidate}.damaged")
-    return {}
-
-
-def restore(checkpoint, run, state):
-    """Load this run's checkpoint into model, optimizer and scheduler; return its step, or 0."""
-    if not checkpoint:
-        return 0
-    if checkpoint.get("run") != run:
-        sys.exit(f"error: the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
-    for name, part in state.items():
-        part.load_state_dict(checkpoint[name])
-    return checkpoint["step"]
 # --- end ---
 
 
@@ -317,8 +312,7 @@ def download(dataset, args):
         if not args.fake_data:
             dataset(args.data_dir, download=True)  # only if it is missing
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot find {dataset.__name__} in {args.data_dir} or download it; --fake-data needs no data "
-                 f"({' '.join(str(error).split())})")
+        sys.exit(f"error: cannot find or download {dataset.__name__} in {args.data_dir} ({error!r}); try --fake-data")
 
 
 def fake_images(count, shape, seed, train):
@@ -331,16 +325,30 @@ def fake_images(count, shape, seed, train):
 # --- end ---
 
 
-# --- shared: evaluation ---
-@torch.no_grad()
-def evaluate(model, preprocess, inputs, labels):
+# --- shared: GPUs and evaluation ---
+def pick_device(local_rank):
+    """Return this process's GPU, or the CPU if there is no GPU."""
+    gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
+    if gpus and not torch.cuda.is_available():
+        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; CUDA_VISIBLE_DEVICES= trains on the CPU")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus > 0 or local_rank >= gpus > 1:
+        sys.exit(f"error: more processes than GPUs ({gpus}); CUDA_VISIBLE_DEVICES= trains on the CPU")
+    if not gpus:
+        return torch.device("cpu")
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
+    return torch.device("cuda", local_rank % gpus)  # srun may show each process only its own GPU
+
+
+def evaluate(model, preprocess, inputs, labels, args):
     """Return how many inputs are classified correctly and how many there are. Each is seen by exactly one rank."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
     model.eval()
     mine = slice(dist.get_rank(), None, dist.get_world_size())
-    batches = zip(inputs[mine].split(100), labels[mine].split(100))
-    correct = sum((model(preprocess(x)).argmax(1) == y).sum() for x, y in batches)
+    batches = zip(inputs[mine].split(args.batch_size), labels[mine].split(args.batch_size))
+    with torch.no_grad(), torch.autocast(labels.device.type, torch.bfloat16, enabled=args.bf16):
+        correct = sum((model(preprocess(x)).argmax(1) == y).sum().item() for x, y in batches)
     model.train()
     return all_reduce_sum(correct, len(labels[mine]), device=labels.device)
 # --- end ---

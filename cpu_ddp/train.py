@@ -2,13 +2,14 @@
 """Train a linear model on generated data with DistributedDataParallel (DDP) on CPUs.
 
     python train.py                          # one process
-    torchrun --nproc-per-node=2 train.py
+    torchrun --standalone --nproc-per-node=2 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --kill-on-bad-exit=1 python train.py
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. On SIGTERM or SIGINT, a run saves at
-the next log line and exits with status 1; after SIGKILL, it resumes from its last checkpoint. On the CPU, with the same
-number of processes and threads, it ends with exactly the weights of an uninterrupted run.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. On
+SIGTERM or SIGINT, a run saves at the next log line and exits with status 1; after SIGKILL, it resumes from its last
+checkpoint. On the same kind of CPU, with the same torch, number of processes and threads, it ends with exactly the
+weights of an uninterrupted run.
 
 Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyTorch DDP in 5 Minutes (CPU)"
 (Kubernetes) of awsome-distributed-training.
@@ -16,7 +17,6 @@ Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyT
 import argparse
 import contextlib
 import ctypes
-import math
 import os
 import re
 import signal
@@ -30,23 +30,21 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--epochs", type=positive(int), default=50, help="passes over the data")
-    add("--batch-size", type=positive(int), default=32, help="samples per process and step")
-    add("--lr", type=positive(float), default=0.02, help="initial learning rate of SGD, decays to 0")
-    add("--seed", type=int, default=0, help="seed of data, weights and order")
-    add("--bf16", action="store_true", help="train in bfloat16; slow on CPUs without AVX512-BF16 or AMX instructions")
-    add("--samples", type=positive(int), default=2048, help="samples to generate")
-    add("--checkpoint", metavar="FILE", help="file to save to and to resume from")
-    add("--save-every", type=positive(int), default=10, metavar="EPOCHS", help="epochs between checkpoints")
-    add("--log-every", type=positive(int), default=100, metavar="STEPS", help="steps between log lines and stop checks")
-    add("--timeout", type=positive(int), default=600, metavar="SECONDS", help="how long to wait for other processes")
+    add("--epochs", type=at_least(1), default=50, help="passes over the data (default %(default)s)")
+    add("--batch-size", type=at_least(1), default=32, help="samples per process and step (default %(default)s)")
+    add("--lr", type=at_least(0.0), default=0.02, help="initial learning rate of SGD (default %(default)s)")
+    add("--seed", type=int, default=0, help="seed of data, weights and order (default %(default)s)")
+    add("--bf16", action="store_true", help="bfloat16; slow on CPUs without AVX512-BF16 or AMX")
+    add("--samples", type=at_least(1), default=2048, help="samples to generate (default %(default)s)")
+    add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
+    add("--save-every", type=at_least(1), default=10, metavar="EPOCHS", help="between saves (default %(default)s)")
+    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="wait for processes (default %(default)s)")
     return parser.parse_args()
 
 
@@ -61,83 +59,83 @@ def generate_data(samples, seed):
 def train(args):
     rank, _, world_size = setup_environment()
     device = torch.device("cpu")
-    # Before the group is formed: if this fails, the launcher ends the other processes.
-    checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]
+    checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]  # if this fails, no other process waits
     init_group(rank, world_size, device, args.timeout)
     dist.broadcast_object_list(checkpoint)
     checkpoint = checkpoint[0]
     inputs, targets, true_weight = generate_data(args.samples, args.seed)
 
-    run = {"script": "cpu_ddp", "samples": args.samples, "batch_size": args.batch_size, "lr": args.lr,
-           "seed": args.seed, "bf16": args.bf16}
+    settings = {"script": "cpu_ddp", "samples": args.samples, "batch_size": args.batch_size, "lr": args.lr,
+                "seed": args.seed, "bf16": args.bf16}
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)  # kept when the world size changes
-    if global_batch % world_size:
-        sys.exit(f"error: the checkpoint's global batch of {global_batch} cannot be split over {world_size} processes")
-    steps_per_epoch = math.ceil(len(inputs) / global_batch)
+    steps_per_epoch = max(1, len(inputs) // global_batch)
     total_steps = args.epochs * steps_per_epoch
+
+    def lr_factor(step):  # linear decay to 0
+        return 1 - step / total_steps
 
     torch.manual_seed(args.seed)
     model = nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    step = restore(checkpoint, run, state)
+    step = restore(checkpoint, settings, state, total_steps)
+    del checkpoint  # frees its memory
+    if min(global_batch, len(inputs)) < world_size:
+        sys.exit(f"error: more processes than samples in a batch ({min(global_batch, len(inputs))}): start fewer")
     ddp_model = wrap_ddp(model, inputs[:2])
-    log(f"{world_size} processes on {device.type}, {torch.get_num_threads()} threads each | torch {torch.__version__}"
-        f" | global batch {global_batch} of {len(inputs)} samples | steps {step} to {total_steps}")
+    log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | torch {torch.__version__} | "
+        f"global batch {global_batch} of {len(inputs)} samples | steps {step} to {total_steps}")
 
-    signals = catch_signals()
-    sampler = DistributedSampler(inputs, seed=args.seed)
+    signals, next_log = [], step + 1
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(step // steps_per_epoch, args.epochs):
-        sampler.set_epoch(epoch)
-        batches = torch.tensor(list(sampler)).split(global_batch // world_size)[step - epoch * steps_per_epoch:]
-        first_step, start = step, time.perf_counter()
-        total_loss = samples = 0  # of this process
-        # Larger than memory: for x, y in DataLoader(dataset, batch_sampler=[b.tolist() for b in batches]):
-        for indices in batches:
+        # The hash of integers is the same in every process. What fills no batch is dropped.
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
+        batches = order.split(global_batch)[:steps_per_epoch]
+        loss_sum = count = 0  # of this process in this epoch
+        log_step, log_time = step, time.perf_counter()
+        for batch in batches[step - epoch * steps_per_epoch:]:
+            indices = batch[rank::world_size]
             x, y = inputs[indices], targets[indices]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                loss = F.mse_loss(ddp_model(x), y)
+                loss = F.mse_loss(ddp_model(x), y, reduction="sum")
             optimizer.zero_grad()
-            loss.backward()  # DDP averages the gradients over all processes
+            (loss * (world_size / len(batch))).backward()  # DDP divides by world_size: the mean over the batch
             optimizer.step()
             scheduler.step()
             step += 1
-            total_loss += loss.detach() * len(y)
-            samples += len(y)
-            if step % args.log_every == 0 or step % steps_per_epoch == 0:
-                loss_sum, count, stop = all_reduce_sum(total_loss, samples, len(signals), device=device)
-                seconds = time.perf_counter() - start
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss_sum / count:.5f}  "
-                    f"{count / seconds:,.0f} samples/s  "
-                    f"{timedelta(seconds=round((total_steps - step) * seconds / (step - first_step)))} left")
+            loss_sum += loss.detach()
+            count += len(y)
+            if step == next_log or step % steps_per_epoch == 0:
+                total_loss, total_count, seconds, stop = all_reduce_sum(
+                    loss_sum, count, time.perf_counter() - log_time, len(signals), device=device)
+                steps_per_second = (step - log_step) / (seconds / world_size)  # the same number on all ranks
+                next_log = step + max(1, int(args.log_every * steps_per_second))
+                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {total_loss / total_count:.5f}  "
+                    f"{steps_per_second * len(batch):,.0f} samples/s  "
+                    f"{timedelta(seconds=round((total_steps - step) / steps_per_second))} left")
                 if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
-                    save_checkpoint(args.checkpoint, state, step=step, run=run, global_batch=global_batch)
+                    if args.checkpoint and rank == 0:
+                        write_checkpoint(args.checkpoint, state, step, settings, global_batch)
+                    dist.barrier()  # when a process exits, its launcher ends the others: not before rank 0 has saved
                 if stop and step < total_steps:
-                    log(f"stopped by a signal after step {step}")
-                    dist.destroy_process_group()
-                    sys.exit(1)
+                    close_group()
+                    sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
+                log_step, log_time = step, time.perf_counter()
     log(f"largest error of a learned weight: {(model.weight - true_weight).abs().max():.4f}")
-    time.sleep(0.5)  # torch 2.6 can hang if the group is destroyed while a thread of gloo waits for the GIL
-    dist.destroy_process_group()
+    close_group()
 
 
 # The shared blocks are identical in all scripts of this collection.
 # --- shared: helpers ---
-def positive(kind):
+def at_least(minimum):
     def number(text):
-        if not 0 < kind(text) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-        return kind(text)
+        if not minimum <= type(minimum)(text) < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number of at least {minimum}")
+        return type(minimum)(text)
     return number
-
-
-def catch_signals():
-    """Return a list to which SIGTERM, SIGINT and SIGUSR1 are appended."""
-    signals = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, lambda signum, _: signals.append(signum))
-    return signals
 
 
 def configure_cpu(local_world_size):
@@ -152,6 +150,61 @@ def configure_cpu(local_world_size):
     with contextlib.suppress(AttributeError):  # glibc: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def write_checkpoint(path, state, step, settings, global_batch):
+    """Replace the file at path atomically, and keep the previous one as path.previous."""
+    checkpoint = {name: part.state_dict() for name, part in state.items()}
+    checkpoint.update(step=step, settings=settings, global_batch=global_batch)
+    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
+    try:
+        with open(f"{path}.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.exists(path):
+            os.replace(path, f"{path}.previous")
+        os.replace(f"{path}.tmp", path)
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
+
+
+def load_checkpoint(path):
+    """Return the checkpoint at path, or at path.previous if that cannot be loaded, or {} if there are no files."""
+    if not path:
+        return {}
+    try:  # fail now, not at the first save
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        open(f"{path}.tmp", "ab").close()
+    except OSError as error:
+        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
+    files = [file for file in (path, f"{path}.previous") if os.path.exists(file)]
+    for file in files:
+        try:
+            if damaged := zipfile.ZipFile(file).testzip():  # torch.load does not verify the checksums
+                raise RuntimeError(f"wrong checksum of {damaged}")
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            print(f"warning: cannot load {file} ({error})", file=sys.stderr)
+    if files:
+        sys.exit(f"error: --checkpoint: cannot load {' or '.join(files)}: move them away to start over")
+    return {}
+
+
+def restore(checkpoint, settings, state, total_steps):
+    """Load the checkpoint into model, optimizer and scheduler; return its step, or 0."""
+    if not checkpoint:
+        return 0
+    saved = checkpoint.get("settings", {})
+    if different := ", ".join(f"{key} {saved.get(key)}, not {settings[key]}" for key in settings
+                              if saved.get(key) != settings[key]):
+        sys.exit(f"error: the checkpoint belongs to another run ({different}): name another --checkpoint")
+    if checkpoint["step"] > total_steps:
+        sys.exit(f"error: the checkpoint is of step {checkpoint['step']} of {total_steps}: increase --epochs")
+    for name, part in state.items():
+        part.load_state_dict(checkpoint[name])
+    return checkpoint["step"]
 # --- end ---
 
 
@@ -177,13 +230,16 @@ def init_group(rank, world_size, device, timeout):
                             timeout=timedelta(seconds=timeout), device_id=device if device.type == "cuda" else None)
 
 
-def wrap_ddp(model, example):
-    """Return model in DDP, after one forward and backward pass on example, which changes neither weights nor buffers.
+def close_group():
+    time.sleep(0.5)  # gloo's threads may need the GIL to free tensors, and the next call keeps it until they end
+    dist.destroy_process_group()
 
-    DDP rebuilds its gradient buckets after the first pass, which changes the order of summation. With this pass, a
-    resumed run sums in the same order as an uninterrupted one.
-    """
+
+def wrap_ddp(model, example):
+    """Return model in DDP, after a forward and a backward pass on example that change no weights and no buffers."""
+    # DDP's first pass rebuilds its buckets: on 3 or more processes, it sums in another order than those that follow.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False  # not in every step: evaluate() does it
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ddp_model(example).sum().backward()
     model.load_state_dict(before)
@@ -192,75 +248,14 @@ def wrap_ddp(model, example):
 
 def all_reduce_sum(*numbers, device):
     """Return the sum of each number over all ranks."""
-    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
-
-
-def save_checkpoint(path, state, **values):
-    """Save on rank 0. The other ranks wait: when a process exits, its launcher ends the others."""
-    if path and dist.get_rank() == 0:
-        write_checkpoint(path, state, **values)
-    dist.barrier()
 
 
 def log(message):
     if dist.get_rank() == 0:
         print(message, flush=True)
-# --- end ---
-
-
-# --- shared: checkpoints ---
-def write_checkpoint(path, state, **values):
-    """Replace the file at path atomically, and keep the previous one as path.previous."""
-    checkpoint = values | {name: part.state_dict() for name, part in state.items()}
-    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
-    try:
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if os.path.exists(path):
-            os.replace(path, f"{path}.previous")
-        os.replace(f"{path}.tmp", path)
-    except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
-
-
-def load_checkpoint(path):
-    """Return the newest intact checkpoint of path and path.previous, or {}. A damaged one is renamed."""
-    if not path:
-        return {}
-    try:  # fail now, not at the first save
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        open(f"{path}.tmp", "wb").close()
-    except OSError as error:
-        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
-    for candidate in filter(os.path.exists, (path, f"{path}.previous")):
-        try:
-            with zipfile.ZipFile(candidate) as archive:  # torch.load verifies neither of these
-                damage = archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist())
-            if not damage:
-                return torch.load(candidate, map_location="cpu", weights_only=True)
-        except (IsADirectoryError, PermissionError) as error:
-            sys.exit(f"error: cannot read --checkpoint {candidate} ({error})")
-        except Exception as error:
-            damage = error
-        print(f"warning: {candidate} cannot be loaded ({damage}), renamed to {candidate}.damaged", file=sys.stderr)
-        os.replace(candidate, f"{candidate}.damaged")
-    return {}
-
-
-def restore(checkpoint, run, state):
-    """Load this run's checkpoint into model, optimizer and scheduler; return its step, or 0."""
-    if not checkpoint:
-        return 0
-    if checkpoint.get("run") != run:
-        sys.exit(f"error: the checkpoint belongs to another run: {checkpoint.get('run')}, this is {run}")
-    for name, part in state.items():
-        part.load_state_dict(checkpoint[name])
-    return checkpoint["step"]
 # --- end ---
 
 

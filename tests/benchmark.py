@@ -53,7 +53,7 @@ class Case(NamedTuple):
     script: str
     nproc: int
     batch_size: int  # per process
-    log_every: int
+    log_every: int  # steps between the lines of the other loops
     samples: int
     loader_workers: int = 0  # of the tutorial's DataLoader
     items: int = 0  # calls of item() in a step of the tutorial
@@ -69,7 +69,7 @@ class Case(NamedTuple):
             command += ["--model", self.model] + ([] if GPUS else ["--image-size", 64, "--steps", 10])
         else:
             data = "--samples" if self.script in GENERATED else "--fake-data"
-            command += ["--epochs", 10**6, data, self.samples, "--log-every", self.log_every]
+            command += ["--epochs", 10**6, data, self.samples, "--log-every", 0.3]
         return [str(word) for word in command + ["--bf16"] * self.bf16]
 
 
@@ -99,10 +99,10 @@ def build(case, module, device, **fused):
         model = nn.Linear(20, 1)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3), F.mse_loss
     if case.script == "cifar10_ddp":
-        model = module.build_model("resnet18").to(device)
+        model = module.build_model("resnet18")[0].to(device)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **fused), F.cross_entropy
     mlp = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))
-    model = (mlp if case.script == "synthetic_ddp" else module.CNN()).to(device)
+    model = (mlp if case.script == "synthetic_ddp" else module.CNN(*[case.bf16] * (case.script == "mnist_dp"))).to(device)
     return model, torch.optim.Adam(model.parameters(), lr=1e-3, **fused), F.cross_entropy
 
 
@@ -171,7 +171,8 @@ def compute_steps(case, module, rank, device):
     model, optimizer, loss_function = build(case, module, device, fused=True)
     x, y = (tensor.to(device) for tensor in generate(case, module, case.batch_size))
     if hasattr(module, "preprocess"):
-        model, x = model.to(memory_format=torch.channels_last), module.preprocess(x)
+        size = [32] * (case.script == "cifar10_ddp")
+        model, x = model.to(memory_format=torch.channels_last), module.preprocess(x, *size)
     while True:
         with torch.autocast(device.type, torch.bfloat16, enabled=case.bf16):
             loss = loss_function(model(x), y)
@@ -294,14 +295,15 @@ def measure(case, rounds, seconds):
 def measure_model(case, rounds):
     """Return the row of synthetic_ddp --model from what it logs. The tutorials have no such loop."""
     row = {"images_per_s": [], "vs_tutorial": [], "vs_ceiling": [], "peak_mb": [], "first_step_s": []}
-    pattern = r"([\d.,]+) images/s .* scaling efficiency ([\d.]+) .* ([\d,]+) MB$"
+    pattern = r"([\d.,]+) images/s .* overhead ([-\d.]+) % .* ([\d,]+) MB$"
     for _ in range(rounds):
         with Job(case.command(), case.nproc) as job:
             job.reader.join()
             match = re.search(pattern, "".join(job.output), re.MULTILINE)
             job.wait_for(lambda: match)
-        for key, number in zip(("images_per_s", "vs_ceiling", "peak_mb"), match.groups()):
-            row[key].append(float(number.replace(",", "")))
+        speed, overhead, peak = (float(number.replace(",", "")) for number in match.groups())
+        for key, number in zip(("images_per_s", "vs_ceiling", "peak_mb"), (speed, 1 - overhead / 100, peak)):
+            row[key].append(number)
     return row
 
 

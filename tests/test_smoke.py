@@ -40,4 +40,4 @@ def test_one_epoch(script, launcher, nproc, tmp_path):
         assert float(re.search(r"error of a learned weight: ([\d.]+)", result.text)[1]) < 0.1
     else:
         assert float(re.search(r"test accuracy ([\d.]+)", result.text)[1]) > ACCURACY[script]
-    assert script == "mnist_dp" or f"{nproc} processes on cpu" in result.text
+    assert script == "mnist_dp" or f"world size {nproc} on cpu" in result.text
