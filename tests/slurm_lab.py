@@ -206,6 +206,7 @@ class Lab(Network):
         "MinJobAge": "3600",                            # ended jobs stay visible
     }
     partitions = ("main Nodes=ALL Default=YES DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE GraceTime=25",
+                  "low Nodes=ALL DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE",
                   "high Nodes=ALL DefaultTime=30 PriorityTier=10 PreemptMode=OFF")
 
     def up(self):
