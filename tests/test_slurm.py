@@ -160,7 +160,7 @@ def array(lab):
 
 def preempted_before_training(lab):
     nap = "print('importing', flush=True)\nif 'SLURM_RESTART_COUNT' not in os.environ:\n    time.sleep(60)\n"
-    job = submit(lab, "cifar10-srun", *LONG, nodes="c10",
+    job = submit(lab, "cifar10-srun", *LONG, nodes="c10", SLURM_TIME_FORMAT="%a %T",
                  SCRIPT=changed(lab, "import torch\n", f"{nap}import torch\n"))
     lab.wait_for(job, lambda: "importing" in lab.output(job))
     preempt(lab, "c10", job)
