@@ -297,7 +297,8 @@ def test_ends_for_good(jobs, name):
 
 def test_two_terminals(lab, outside):
     """The first prints a command; run on another node, it joins. NPROC is for both."""
-    job = lab.sh("salloc --no-shell --nodelist=c1,c2 --ntasks-per-node=1 --cpus-per-task=2 2>&1", 600).split()[-1]
+    granted = lab.sh("salloc --no-shell --nodelist=c1,c2 --ntasks-per-node=1 --cpus-per-task=2 2>&1", 600)
+    job = re.search(r"allocation (\d+)", granted)[1]
     terminal = f"srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist="
     flags = shlex.join(map(str, [*LINEAR, "--checkpoint", "two.pt"]))
     lab.sh(f"NPROC=1 {terminal}c1 bash slurm/ddp-master-node.sh cpu_ddp/train.py {flags} >master.log 2>&1 &")
