@@ -1,12 +1,14 @@
 """Runs Kubernetes manifests without a cluster: each pod is a container in its own network namespace.
 
 podman and ip do what Kubernetes and Kubeflow's operators would do: pods have addresses and names, start with the user,
-command, limits and volumes of the manifest and the variables that the operator adds, and restart if they fail.
+command, limits and volumes of the manifest and the variables that the operator adds, and restart if they fail, until
+the job's backoffLimit.
 The image is built from containers/Dockerfile on a Debian base, which gets torch from the environment of the tests.
 PyTorch's and etcd's images are too large to download: the same base, with Debian's etcd, takes their place.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -87,14 +89,14 @@ def parse(yaml):
 
 
 def pods_of(documents):
-    """Return (name, spec) of each pod that Kubernetes and the operators make of the documents."""
+    """Return (name, spec, backoff limit) of each pod that Kubernetes and the operators make of the documents."""
     pods = []
     for document in documents:
         name, kind, spec = document["metadata"]["name"], document["kind"], document["spec"]
         if kind == "Pod":
-            pods.append((name, spec))
+            pods.append((name, spec, math.inf))
         elif kind == "Deployment":  # named as its Service
-            pods.append((name, spec["template"]["spec"]))
+            pods.append((name, spec["template"]["spec"], math.inf))
         elif kind != "Service":
             pods += {"PyTorchJob": pytorchjob_pods, "TrainJob": trainjob_pods}[kind](name, spec)
     return pods
@@ -115,9 +117,10 @@ def pytorchjob_pods(name, spec):
         PET_RDZV_ENDPOINT=f'{elastic.get("rdzvHost", f"{name}-worker-0")}:{elastic.get("rdzvPort", 23456)}',
         PET_RDZV_BACKEND=elastic["rdzvBackend"], PET_RDZV_ID=elastic.get("rdzvId", "none"),
         PET_NNODES=f'{elastic["minReplicas"]}:{elastic["maxReplicas"]}', PET_NPROC_PER_NODE=spec["nprocPerNode"],
-        PET_MAX_RESTARTS=elastic["maxRestarts"])
+        PET_MAX_RESTARTS=elastic["maxRestarts"],
+        PET_RDZV_CONF=",".join(f'{setting["key"]}={setting["value"]}' for setting in elastic["rdzvConf"]))
     pod = {**worker["template"]["spec"], "restartPolicy": worker["restartPolicy"], "containers": [container]}
-    return [(f"{name}-worker-{index}", pod) for index in range(worker["replicas"])]
+    return [(f"{name}-worker-{index}", pod, spec["runPolicy"]["backoffLimit"]) for index in range(worker["replicas"])]
 
 
 def trainjob_pods(name, spec):
@@ -132,7 +135,7 @@ def trainjob_pods(name, spec):
         node = with_env(container, PET_NNODES=trainer["numNodes"], PET_NPROC_PER_NODE=trainer["numProcPerNode"],
                         PET_NODE_RANK=rank, PET_MASTER_ADDR=f"{name}-node-0-0.{name}", PET_MASTER_PORT=29500)
         pod = {**patch, "restartPolicy": "OnFailure", "subdomain": name, "containers": [node]}
-        pods.append((f"{name}-node-0-{rank}", pod))
+        pods.append((f"{name}-node-0-{rank}", pod, 6))  # the default of a Job
     return pods
 
 
@@ -140,8 +143,9 @@ def trainjob_pods(name, spec):
 class Pod:
     """A container in its own network namespace, started again if it fails, as the kubelet would."""
 
-    def __init__(self, cluster, name, spec):
-        self.cluster, self.name, self.spec, self.starts = cluster, name, spec, 0
+    def __init__(self, cluster, name, spec, backoff_limit):
+        self.cluster, self.name, self.spec, self.backoff_limit = cluster, name, spec, backoff_limit
+        self.starts = self.restarts = 0  # of this container, and as Kubernetes counts
         self.log = cluster.folder / f"{name}.log"
         cluster.pods.append(self)
         cluster.connect(self)
@@ -177,7 +181,8 @@ class Pod:
         assert self.process.wait(timeout=60) == 137
 
     def come_back(self):
-        """Start the lost pod on another node, with another address."""
+        """Start the lost pod on another node, with another address. Kubernetes counts its restarts from 0 again."""
+        self.restarts = 0
         self.cluster.connect(self)
         self.start()
 
@@ -185,7 +190,8 @@ class Pod:
         """Return whether the pod has completed. A failed container is started again."""
         status = self.process.poll()
         if status:
-            assert self.spec["restartPolicy"] == "OnFailure" and self.starts < 10, self.cluster.logs()
+            assert self.spec["restartPolicy"] == "OnFailure"
+            self.restarts += 1
             self.start()
         return status == 0
 
@@ -237,20 +243,21 @@ class Cluster:
         """Start all pods of the documents and return them."""
         return [Pod(self, *pod) for pod in pods_of(documents)]
 
-    def step(self, name):
-        """Return the step of the job's checkpoint, or 0."""
+    def checkpoint(self, name):
+        """Return the job's checkpoint, or that of step 0."""
         try:
-            return load_checkpoint(self.claim / f"{name}.pt")["step"]
+            return load_checkpoint(self.claim / f"{name}.pt")
         except FileNotFoundError:
-            return 0
+            return {"step": 0}
 
     def wait(self, pods, until=None, timeout=300):
-        """Restart failed pods until all have completed, or until until() is true."""
+        """Restart failed pods until all have completed, or until until() is true, and as often as the job allows."""
         deadline = time.monotonic() + timeout
         while not (until and until()):
             if all([pod.completed() for pod in pods]):
                 assert not until, f"completed too early:\n{self.logs()}"
                 return
+            assert sum(pod.restarts for pod in pods) < pods[0].backoff_limit, f"too many restarts:\n{self.logs()}"
             assert time.monotonic() < deadline, f"not done in {timeout} s:\n{self.logs()}"
             time.sleep(0.2)
 

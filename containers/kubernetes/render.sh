@@ -8,7 +8,8 @@ set -euo pipefail
 
 template=$(<"${1:?usage: bash render.sh TEMPLATE}")
 RDZV_ID=${JOB_NAME:-}-$(date +%s) # etcd does not accept the id of a finished rendezvous
-export RDZV_ID
+BACKOFF_LIMIT=$((20 * ${NUM_NODES:-0})) # counts the restarts of all pods together
+export RDZV_ID BACKOFF_LIMIT
 for name in $(envsubst --variables "$template"); do
     [[ ${!name:-} || $name == ARGS ]] || { echo "error: export $name, see containers/README.md" >&2; exit 1; }
 done
