@@ -182,6 +182,7 @@ def fork(nproc, function, timeout=60):
 
     def call(rank):
         torch.set_num_threads(1)  # OpenMP's threads are not forked
+        torch.seed()  # another state in each process
         env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                                 OMP_NUM_THREADS=1)
         os.environ.clear()
