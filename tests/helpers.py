@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # by the first optimizer: once here, not in each forked process
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("cpu_ddp", "mnist_dp", "cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp")
 DDP_SCRIPTS = tuple(name for name in SCRIPTS if name != "mnist_dp")
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+GPUS = GPUS.split(",")[:torch.cuda.device_count()]  # as CUDA_VISIBLE_DEVICES names them: see test_gpu.py
 LAUNCHER_VARIABLES = re.compile(r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP)_|RANK$|WORLD_SIZE$")
 
 
@@ -35,7 +36,7 @@ def free_port():
 
 
 def clean_environment(**extra):
-    """The environment without a launcher's variables, GPUs and downloads, plus extra."""
+    """The environment without a launcher's variables, GPUs and downloads, plus extra, which may show GPUs."""
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     env.update(PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES="", http_proxy="http://127.0.0.1:9",
                https_proxy="http://127.0.0.1:9", no_proxy="",
@@ -178,6 +179,7 @@ def fork(nproc, function, timeout=60):
 
     A forked process does not import torch, which takes seconds.
     """
+    import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
     port = free_port()
 
     def call(rank):
