@@ -102,8 +102,8 @@ def build(case, module, device, **fused):
         model = module.build_model("resnet18")[0].to(device)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **fused), F.cross_entropy
     mlp = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))
-    model = (mlp if case.script == "synthetic_ddp" else module.CNN(*[case.bf16] * (case.script == "mnist_dp"))).to(device)
-    return model, torch.optim.Adam(model.parameters(), lr=1e-3, **fused), F.cross_entropy
+    model = mlp if case.script == "synthetic_ddp" else module.CNN(*[case.bf16] * (case.script == "mnist_dp"))
+    return model, torch.optim.Adam(model.to(device).parameters(), lr=1e-3, **fused), F.cross_entropy
 
 
 def generate(case, module, samples):

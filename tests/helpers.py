@@ -19,6 +19,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("cpu_ddp", "mnist_dp", "cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp")
 DDP_SCRIPTS = tuple(name for name in SCRIPTS if name != "mnist_dp")
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+GPUS = GPUS.split(",")[:torch.cuda.device_count()]  # as CUDA_VISIBLE_DEVICES names them: see test_gpu.py
 LAUNCHER_VARIABLES = re.compile(r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP)_|RANK$|WORLD_SIZE$")
 
 
@@ -34,7 +36,7 @@ def free_port():
 
 
 def clean_environment(**extra):
-    """The environment without a launcher's variables, GPUs and downloads, plus extra."""
+    """The environment without a launcher's variables, GPUs and downloads, plus extra, which may show GPUs."""
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     env.update(PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES="", http_proxy="http://127.0.0.1:9",
                https_proxy="http://127.0.0.1:9", no_proxy="",
@@ -104,8 +106,10 @@ class Job:
         raise AssertionError(f"no {pattern!r} within {timeout} s:\n{self.text}")
 
     def kill(self):
-        """SIGKILL to all processes of the job."""
+        """SIGKILL to all processes of the job, also to those that they start meanwhile."""
+        end = time.monotonic() + 30
         while pids := self.pids():
+            assert time.monotonic() < end, f"SIGKILL does not end {pids}"
             for pid in pids:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -168,6 +172,53 @@ def load_script(script):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def fork(nproc, function, timeout=60):
+    """Call function(rank) in nproc processes that have the variables of torchrun, and return what they return.
+
+    A forked process does not import torch, which takes seconds.
+    """
+    import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
+    port = free_port()
+
+    def call(rank):
+        torch.set_num_threads(1)  # OpenMP's threads are not forked
+        torch.seed()  # another state in each process
+        env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                                OMP_NUM_THREADS=1)
+        os.environ.clear()
+        os.environ.update(env)
+        torch.save(function(rank), f"{folder}/{rank}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.start_processes(call, nprocs=nproc, join=False, start_method="fork")
+        end = time.monotonic() + timeout
+        try:
+            while not context.join(max(0, end - time.monotonic())):  # raises what a process has raised
+                assert time.monotonic() < end, f"still running after {timeout} s"
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(nproc)]
+
+
+def train(script, *flags, nproc=1, setup=lambda module, rank: None):
+    """Call a script's train() in forked processes, after setup(module, rank).
+
+    Return for each rank what setup has returned, the argument of sys.exit or 0, and the time of the end.
+    """
+    module = load_script(script)
+
+    def call(rank):
+        sys.argv, result = ["train.py", *map(str, flags)], setup(module, rank)
+        try:
+            getattr(module, "main", lambda: module.train(module.parse_args()))()
+        except SystemExit as error:
+            return result, error.code, time.time()
+        return result, 0, time.time()
+
+    return fork(nproc, call)
 
 
 def load_checkpoint(path):

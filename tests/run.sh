@@ -19,7 +19,7 @@ if [[ ${1:-} == --all ]]; then
 fi
 
 status=0
-"$VENV/bin/python" -m pytest -rs tests/test_smoke.py tests/test_scripts.py "$@" || status=$?
+"$VENV/bin/python" -m pytest -rs tests/test_{smoke,scripts,gpu}.py "$@" || status=$?
 echo "bash tests/run.sh --all also tests random kills and damaged checkpoints, a real Slurm of several nodes,"
 echo "the images and Kubernetes manifests, setting up, and the benchmark."
 exit "$status"

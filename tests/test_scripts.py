@@ -1,98 +1,243 @@
-"""What every copy of the scripts must do: resume exactly, count each test sample once, explain mistakes, stay equal."""
+"""What every copy of the scripts must do: use each sample once, stop, resume, explain mistakes, stay equal.
 
+Most of it is seen in forked processes (helpers.train), which start at once.
+"""
+
+import argparse
 import ast
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections import namedtuple
 
 import pytest
-from helpers import ROOT, SCRIPTS, assert_equal, load_checkpoint, run, script_path, start
+import torch
+import torch.nn as nn
+from helpers import (ROOT, SCRIPTS, assert_equal, difference, fork, load_checkpoint, load_script, run, script_path,
+                     start, train)
+from torch.multiprocessing import ProcessExitedException
+
+# --- training, step by step: of 72 samples, 3 epochs of 4 steps use 16 in each step, and 8 are left over ---
+Step = namedtuple("Step", "seed rate samples")  # of a process
+RATES = {script: [1, 0.75, 0.5, 0.25] for script in SCRIPTS}  # of steps 0, 3, 6 and 9, as factors of --lr
+RATES["fashionmnist_ddp"] = [1 / 2.4, 0.9375, 0.625, 0.3125]
+RATES["cifar10_ddp"] = [rate * 16 / 256 for rate in RATES["fashionmnist_ddp"]]
 
 
-# --- resuming ---
+def train_watched(script, checkpoint, nproc, stop=None):
+    """Train; return for each rank its list of Steps, the argument of sys.exit and the time of the end.
+
+    Without what depends on the number of processes: augmentation, dropout and BatchNorm. Saving takes a second longer.
+    stop is a tuple (rank, step, signal): the process sends itself that signal in that step.
+    """
+    def setup(module, rank):
+        steps, restore, write_checkpoint = [], module.restore, module.write_checkpoint
+        nn.Dropout.forward = lambda self, x: x
+        module.augment = lambda images: images
+        module.build_model = lambda name: (nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 32)
+        module.write_checkpoint = lambda *arguments: (time.sleep(1), write_checkpoint(*arguments))
+
+        def restore_and_watch(checkpoint, settings, state, total_steps):
+            def see(model, inputs):
+                if model.training and len(inputs[0]) > 2:  # wrap_ddp passes 2
+                    steps.append(Step(torch.initial_seed(), state["optimizer"].param_groups[0]["lr"],
+                                      [sample.numpy().tobytes() for sample in inputs[0].flatten(1)]))
+                    if stop and stop[:2] == (rank, len(steps)):
+                        os.kill(os.getpid(), stop[2])
+            state["model"].register_forward_pre_hook(see)
+            return restore(checkpoint, settings, state, total_steps)
+
+        module.restore = restore_and_watch
+        return steps
+
+    data = "--samples" if script in ("cpu_ddp", "synthetic_ddp") else "--fake-data"
+    flags = (data, 72, "--batch-size", 16 if script == "mnist_dp" else 4, "--epochs", 3, "--lr", 0.001,
+             "--save-every", 3, "--log-every", 0, "--checkpoint", checkpoint)
+    return train(script, *flags, nproc=1 if script == "mnist_dp" else nproc, setup=setup)
+
+
+def batches(ranks):
+    """The samples of each step, of all ranks."""
+    return [sorted(sample for step in steps for sample in step.samples) for steps in zip(*(rank[0] for rank in ranks))]
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def whole(request, tmp_path_factory):
+    """A script, the checkpoint of its run on 4 processes, and what was seen."""
+    path = tmp_path_factory.mktemp("whole") / "run.pt"
+    return request.param, path, train_watched(request.param, path, 4)
+
+
+def test_each_step(whole):
+    """Each epoch uses each sample at most once, in another order; no two steps have the same randomness."""
+    script, _, ranks = whole
+    steps = batches(ranks)
+    assert [len(batch) for batch in steps] == [16] * 12 and all(code == 0 for _, code, _ in ranks)
+    for epoch in 0, 4, 8:
+        assert len(set(sum(steps[epoch:epoch + 4], []))) == 64
+    assert steps[0] != steps[4] != steps[8] != steps[0]
+    assert [step.rate / 0.001 for step in ranks[0][0][::3]] == pytest.approx(RATES[script])
+    seeds = [step.seed for steps, *_ in ranks for step in steps]
+    assert script in ("cpu_ddp", "synthetic_ddp") or len(set(seeds)) == len(seeds)  # these have no randomness
+
+
+def test_stopped_on_4_resumed_on_3_and_on_1(whole, tmp_path):
+    """One process gets a signal: all stop after the same step, and exit when rank 0 has saved."""
+    script, path, undisturbed = whole
+    seen = []
+    for nproc, signum, last, step in (4, signal.SIGINT, True, 3), (3, signal.SIGTERM, False, 7):
+        stop = ((nproc - 1) * (last and script != "mnist_dp"), step - len(seen), signum)
+        ranks = train_watched(script, tmp_path / "run.pt", nproc, stop)
+        seen += batches(ranks)
+        assert all(code not in (0, None) for _, code, _ in ranks) and f"step {step}" in ranks[0][1]
+        assert {len(steps) for steps, *_ in ranks} == {stop[1]} and load_checkpoint(tmp_path / "run.pt")["step"] == step
+        assert min(end for *_, end in ranks) > (tmp_path / "run.pt").stat().st_mtime - 0.1
+    ((_, code, _),) = ranks = train_watched(script, tmp_path / "run.pt", 1)
+    assert code == 0 and seen + batches(ranks) == batches(undisturbed)
+    assert difference(tmp_path / "run.pt", path) < 1e-5
+    assert [result[:2] for result in train_watched(script, path, 3)] == [([], 0)] * (1 if script == "mnist_dp" else 3)
+
+
 def test_resume_is_exact(tmp_path):
-    """SIGTERM in mid-epoch saves, SIGKILL does not: the run ends with the weights of an uninterrupted one.
+    """Stopped in mid-epoch, killed later: the run ends with the weights of an uninterrupted one.
 
     On three processes: the sum of two gradients does not depend on the order, which DDP changes after its first step.
     """
-    flags = ("--fake-data", 320, "--batch-size", 16, "--epochs", 3, "--log-every", 0, "--checkpoint")
-    three = {"launcher": "torchrun", "nproc": 3}
-    assert run("fashionmnist_ddp", *flags, tmp_path / "whole", **three).status == 0
-    with start("fashionmnist_ddp", *flags, tmp_path / "parts", **three) as job:
-        job.wait_for("step 3/18")
-        job.send(signal.SIGTERM)
-        result = job.finish()
-    stopped = int(re.search(r"stopped by a signal after step (\d+)", result.text)[1])
-    assert result.status != 0 and load_checkpoint(tmp_path / "parts")["step"] == stopped >= 3
-    with start("fashionmnist_ddp", *flags, tmp_path / "parts", **three) as job:
-        job.wait_for(f"steps {stopped} to 18")
-        job.wait_for("step 15/18")
-        job.kill()
-    result = run("fashionmnist_ddp", *flags, tmp_path / "parts", **three)
-    assert result.status == 0 and "steps 12 to 18" in result.text, result.text
+    def run_until(path, step=None, signum=None):
+        def setup(module, rank):
+            calls, augment = [], module.augment
+            module.augment = lambda images: (calls.append(len(calls) + 1 == step and os.kill(os.getpid(), signum)),
+                                             augment(images))[1]
+        return train("fashionmnist_ddp", "--fake-data", 320, "--batch-size", 16, "--epochs", 3, "--log-every", 0,
+                     "--checkpoint", path, nproc=3, setup=setup)
+
+    run_until(tmp_path / "whole")
+    assert all(code for _, code, _ in run_until(tmp_path / "parts", 3, signal.SIGTERM))
+    with pytest.raises(ProcessExitedException):
+        run_until(tmp_path / "parts", 12, signal.SIGKILL)
+    assert load_checkpoint(tmp_path / "parts")["step"] == 12 and load_checkpoint(tmp_path / "whole")["step"] == 18
+    run_until(tmp_path / "parts")
     assert_equal(tmp_path / "parts", tmp_path / "whole")
 
 
-# --- evaluation ---
-def test_three_processes_count_each_test_sample_once(tmp_path):
-    """A finished run that is started again is only evaluated: the same weights score the same."""
-    flags = ("--epochs", 1, "--fake-data", 520, "--batch-size", 24, "--checkpoint", tmp_path / "run")
-    one, three = run("fashionmnist_ddp", *flags), run("fashionmnist_ddp", *flags, launcher="srun", nproc=3)
-    scores = [re.findall(r"test accuracy [\d.]+ \((\d+)/(\d+)\)", result.text) for result in (one, three)]
-    assert scores[0] == scores[1] and len(scores[0]) == 1, (one, three)
-    correct, count = map(int, scores[0][0])
-    assert count == 130 and correct > 65  # 130 = 44 + 43 + 43
+# --- functions ---
+def test_evaluation_counts_each_sample_once_with_the_statistics_of_rank_0():
+    inputs = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    labels = inputs.argmax(1)
+    labels[9] = 3 - labels[9]  # one is wrong
+    cifar10_ddp, args = load_script("cifar10_ddp"), argparse.Namespace(batch_size=2, bf16=False)
+
+    def evaluate(rank):
+        cifar10_ddp.init_group(rank, 3, torch.device("cpu"), 60)
+        model = nn.BatchNorm1d(4, affine=False)
+        model.running_mean += 1000 * rank * torch.arange(4)
+        return cifar10_ddp.evaluate(model, nn.Identity(), inputs, labels, args), model.training
+
+    assert fork(3, evaluate) == [([9, 10], True)] * 3  # 10 = 4 + 3 + 3
 
 
-# --- mistakes: (script, flags, how, the number of ranks that see it, a word of their error lines) ---
-TWO, THREE = {"launcher": "torchrun", "nproc": 2}, {"launcher": "srun", "nproc": 3}
+@pytest.mark.parametrize("script, places", [("fashionmnist_ddp", 1), ("cifar10_ddp", 81)])
+def test_augmentation(script, places):
+    """About half of the images are flipped, and all places are cropped. The pixels are numbered."""
+    torch.manual_seed(0)
+    images = load_script(script).augment(torch.arange(1024).view(1, 1, 32, 32).expand(2000, 3, 32, 32))
+    flipped = images[:, 2, 16, 16] > images[:, 2, 16, 17]
+    assert images.shape == (2000, 3, 32, 32) and 900 < flipped.sum() < 1100
+    assert len(set(images[~flipped, 2, 16, 16].tolist())) == len(set(images[flipped, 2, 16, 16].tolist())) == places
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_saved(number, tmp_path):
+    model = nn.Linear(2, 2)
+    model.bias.data[1] = number
+    with pytest.raises(SystemExit, match="error: .*finite"):
+        load_script("cpu_ddp").write_checkpoint(tmp_path / "run.pt", {"model": model}, 1, {}, 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gpus, usable, local_world_size, local_rank, outcome", [
+    (2, True, 2, 1, "cuda:1"), (1, True, 1, 3, "cuda:0"), (0, False, 4, 3, "cpu"),  # srun may show each process one GPU
+    (2, False, 2, 0, "cannot use"), (2, True, 3, 0, "more processes"), (2, True, 1, 2, "more processes")])
+def test_device(gpus, usable, local_world_size, local_rank, outcome, monkeypatch):
+    script = load_script("fashionmnist_ddp")
+    monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": local_world_size})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", str)
+    if " " not in outcome:
+        assert str(script.pick_device(local_rank)) == outcome
+        return
+    for function, *arguments in (script.pick_device, local_rank), (script.spawn, 3, None):
+        with pytest.raises(SystemExit, match=f"error: .*{outcome}.*CUDA_VISIBLE_DEVICES="):
+            function(*arguments)
+
+
+# --- launchers ---
+def test_mp_spawn_forwards_signals_and_reports_a_killed_process(tmp_path):
+    flags = ("--fake-data", 512, "--batch-size", 8, "--log-every", 0, "--checkpoint", tmp_path / "run.pt")
+    with start("fashionmnist_ddp", *flags, launcher="spawn", nproc=2) as job:
+        job.wait_for("step 5/")
+        job.send(signal.SIGTERM)  # to the parent alone
+        assert job.finish(30).status == 1 and not job.pids()
+    stopped = load_checkpoint(tmp_path / "run.pt")["step"]
+    with start("fashionmnist_ddp", *flags, launcher="spawn", nproc=2) as job:
+        job.wait_for(f"steps {stopped} to")
+        os.kill(job.workers()[1], signal.SIGKILL)
+        result = job.finish(60)
+    assert stopped >= 5 and result.status == 1, result.text
+    assert len(result.errors) == 1 and "SIGKILL" in result.errors[0], result.text
+
+
+@pytest.mark.parametrize("script, flags, launcher", [("cpu_ddp", ("--checkpoint", "run.pt"), "torchrun"),
+                                                     ("fashionmnist_ddp", ("--data-dir", "absent"), "spawn")])
+def test_what_fails_on_rank_0_ends_all_processes(script, flags, launcher, tmp_path):
+    """A checkpoint that cannot be loaded, no data: one error line, soon; only torchrun's own report follows it."""
+    for name in "run.pt", "run.pt.previous":
+        (tmp_path / name).write_text("not a checkpoint")
+    result = run(script, *flags, launcher=launcher, nproc=2, cwd=tmp_path, timeout=60)
+    assert result.status != 0 and len(result.errors) == 1 and flags[1] in result.errors[0], result.text
+    assert "Traceback" not in result.text.split(" failed (exitcode")[0], result.text
+
+
+# --- mistakes: script, flags, number of processes, a word of the error line of each ---
 MISTAKES = {
-    "zero": ("cpu_ddp", "--epochs 0", {}, 1, "--epochs"),
-    "no such model": ("cifar10_ddp", "--model resnet19", {}, 1, "resnet18"),
-    "no data": ("mnist_dp", "--data-dir absent", {}, 1, "--fake-data"),
-    "no data, mp.spawn": ("fashionmnist_ddp", "", {"launcher": "spawn", "nproc": 2}, 1, "--fake-data"),
-    "no such GPU": ("mnist_dp", "--device-ids 0 --fake-data", {}, 1, "--device-ids"),
-    "two processes": ("mnist_dp", "--fake-data", {"env": {"WORLD_SIZE": 2}}, 1, "cifar10_ddp"),
-    "checkpoint is a folder": ("cpu_ddp", "--checkpoint {folder}", {}, 1, "--checkpoint"),
-    "checkpoint of another run": ("cpu_ddp", "--seed 1 --checkpoint {run}", TWO, 2, "seed"),
-    "fewer epochs": ("cpu_ddp", "--checkpoint {run} --epochs 1", {}, 1, "--epochs"),
-    "both files damaged": ("cpu_ddp", "--checkpoint {damaged}", TWO, 1, "damaged.previous"),
-    "more processes than samples": ("cpu_ddp", "--samples 2", THREE, 3, "fewer"),
-    "processes twice": ("fashionmnist_ddp", "--nproc 2 --fake-data", TWO, 2, "--nproc"),
-    "not a GPU": ("mnist_dp", "--device-ids a", {}, 1, "--device-ids"),
+    "zero": ("cpu_ddp", "--epochs 0", 1, "--epochs"),
+    "no such model": ("cifar10_ddp", "--model resnet19", 1, "resnet18"),
+    "no data": ("mnist_dp", "--data-dir absent", 1, "--fake-data"),
+    "no such GPU": ("mnist_dp", "--device-ids 0 --fake-data", 1, "--device-ids"),
+    "not a GPU": ("mnist_dp", "--device-ids a", 1, "--device-ids"),
+    "several processes": ("mnist_dp", "--fake-data", 2, "cifar10_ddp"),
+    "processes twice": ("fashionmnist_ddp", "--nproc 2 --fake-data", 1, "--nproc"),
+    "more processes than samples": ("cpu_ddp", "--samples 2", 3, "fewer"),
+    "checkpoint is a folder": ("cpu_ddp", "--checkpoint {folder}", 1, "--checkpoint"),
+    "checkpoint of another run": ("cpu_ddp", "--seed 1 --checkpoint {folder}/run", 2, "(seed 0, not 1)"),
+    "fewer epochs": ("cpu_ddp", "--epochs 1 --checkpoint {folder}/run", 1, "--epochs"),
+    "unusable GPUs": ("mnist_dp", "--fake-data", 1, "CUDA_VISIBLE_DEVICES="),
 }
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """All mistakes, made at once."""
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
-    (folder / "folder").mkdir()
-    for name in "damaged", "damaged.previous":
-        (folder / name).write_bytes(b"not a checkpoint")
-    assert run("cpu_ddp", "--epochs", 2, "--checkpoint", folder / "run").status == 0
-    started = {}
-    for name, (script, flags, how, *_) in MISTAKES.items():
-        shutil.copy(folder / "run", folder / f"run of {name}")
-        paths = {"folder": folder / "folder", "run": folder / f"run of {name}", "damaged": folder / "damaged"}
-        started[name] = start(script, *(flag.format(**paths) for flag in flags.split()), cwd=folder, **how)
-    yield started
-    for job in started.values():
-        job.kill()
+    train("cpu_ddp", "--epochs", 2, "--checkpoint", folder / "run")
+    return folder
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_an_error_line(name, jobs):
-    """All processes end, soon; only torchrun's own report follows the error line."""
-    *_, how, ranks, word = MISTAKES[name]
-    result = jobs[name].finish()
-    assert all(process.returncode for process in jobs[name].processes), result.text
-    least = 1 if how is TWO else ranks  # torchrun may end a rank before it prints
-    assert least <= len(result.errors) <= ranks, result.text
-    assert all(word in error for error in result.errors), result.text
-    assert "Traceback" not in result.text.split(" failed (exitcode")[0], result.text
+def test_mistake_is_an_error_line(name, folder, capfd):
+    script, flags, nproc, word = MISTAKES[name]
+
+    def setup(module, rank):
+        if name == "unusable GPUs":
+            torch.cuda.device_count = lambda: 2
+
+    ranks = train(script, *flags.format(folder=folder).split(), nproc=nproc, setup=setup)
+    errors = [capfd.readouterr().err if code == 2 else str(code) for _, code, _ in ranks]  # argparse prints, exits 2
+    assert len(errors) == nproc and all("error: " in error and word in error for error in errors), errors
 
 
 # --- copies ---
@@ -119,12 +264,9 @@ def test_imports(path):
     allowed = sys.stdlib_module_names | {"torch", "torchvision"}
     if path.parent.name == "tests":
         allowed |= {"pytest", *(other.stem for other in path.parent.glob("*.py"))}
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            modules |= {name.name.split(".")[0] for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add("." * node.level + (node.module or "").split(".")[0])
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = {name.split(".")[0] for node in nodes
+               for name in ([node.module or "."] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])}
     assert modules <= allowed, modules - allowed
 
 
