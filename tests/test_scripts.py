@@ -182,12 +182,12 @@ def test_mp_spawn_forwards_signals_and_reports_a_killed_process(tmp_path):
     with start("fashionmnist_ddp", *flags, launcher="spawn", nproc=2) as job:
         job.wait_for("step 5/")
         job.send(signal.SIGTERM)  # to the parent alone
-        assert job.finish(30).status == 1 and not job.pids()
+        assert job.finish().status == 1 and not job.pids()
     stopped = load_checkpoint(tmp_path / "run.pt")["step"]
     with start("fashionmnist_ddp", *flags, launcher="spawn", nproc=2) as job:
         job.wait_for(f"steps {stopped} to")
         os.kill(job.workers()[1], signal.SIGKILL)
-        result = job.finish(60)
+        result = job.finish()
     assert stopped >= 5 and result.status == 1, result.text
     assert len(result.errors) == 1 and "SIGKILL" in result.errors[0], result.text
 
