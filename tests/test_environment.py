@@ -41,8 +41,7 @@ def bash(*command, env):
 
 def version(folder):
     """Of the tiny package in an environment."""
-    command = [folder / "bin/python", "-c", "import tiny; print(tiny.version)"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.check_output([folder / "bin/python", "-c", "import tiny; print(tiny.version)"], text=True).strip()
 
 
 # --- create-venv.sh ---
