@@ -18,7 +18,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("cpu_ddp", "mnist_dp", "cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp")
-DDP_SCRIPTS = tuple(name for name in SCRIPTS if name != "mnist_dp")
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
 GPUS = GPUS.split(",")[:torch.cuda.device_count()]  # as CUDA_VISIBLE_DEVICES names them: see test_gpu.py
 LAUNCHER_VARIABLES = re.compile(r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP)_|RANK$|WORLD_SIZE$")

@@ -232,12 +232,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_an_error_line(name, folder, capfd):
     script, flags, nproc, word = MISTAKES[name]
-
-    def setup(module, rank):
-        if name == "unusable GPUs":
-            torch.cuda.device_count = lambda: 2
-
-    ranks = train(script, *flags.format(folder=folder).split(), nproc=nproc, setup=setup)
+    ranks = train(script, *flags.format(folder=folder).split(), nproc=nproc, setup=lambda module, rank: setattr(
+        torch.cuda, "device_count", lambda: 2 * (name == "unusable GPUs")))
     errors = [capfd.readouterr().err if code == 2 else str(code) for _, code, _ in ranks]  # argparse prints, exits 2
     assert len(errors) == nproc and all("error: " in error and word in error for error in errors), errors
 
