@@ -41,8 +41,7 @@ def bash(*command, env):
 
 def version(folder):
     """Of the tiny package in an environment."""
-    command = [folder / "bin/python", "-c", "import tiny; print(tiny.version)"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.check_output([folder / "bin/python", "-c", "import tiny; print(tiny.version)"], text=True).strip()
 
 
 # --- create-venv.sh ---
@@ -51,11 +50,10 @@ def test_venv_is_completed_and_follows_the_requirements(project, environment):
     slurm, folder = project / "slurm", project / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     (folder / "bin/activate").unlink()
-    for requirement, result in ("tiny==1.0", "1.0"), ("tiny", "1.0"), ("tiny>=2.0", "2.0"):
-        (slurm / "requirements.txt").write_text(f"{requirement}\n")
-        links = {"PIP_FIND_LINKS": ""} if requirement == "tiny" else {}  # what is there requires no index
-        done = bash(slurm / "create-venv.sh", env=environment | links)
-        assert done.returncode == 0 and version(folder) == result, done.stderr
+    for requirement in "1.0", "2.0":
+        (slurm / "requirements.txt").write_text(f"tiny=={requirement}\n")
+        done = bash(slurm / "create-venv.sh", env=environment)
+        assert done.returncode == 0 and version(folder) == requirement, done.stderr
 
 
 @pytest.mark.parametrize("lack, remedy", [("sys.version_info = (3, 9, 1)", "Python 3.10"),

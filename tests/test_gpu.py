@@ -21,13 +21,11 @@ LEARN = {  # flags that are enough to learn; batch size of all processes; least 
 }
 
 
-def learn(script, *more, nproc=1, **how):
-    """Train for an epoch or two, and return what is printed first."""
+def learn(script, *more, launcher="python", nproc=1, env=ALL):
+    """Train for an epoch or two, and return the line that names the devices."""
     flags, batch_size, least = LEARN[script]
-    batch_size = batch_size if script == "mnist_dp" else max(1, batch_size // nproc)
-    launcher = how.pop("launcher", "python")
-    result = run(script, "--epochs", 1, *flags, "--batch-size", batch_size, *more, timeout=400, launcher=launcher,
-                 nproc=nproc if launcher != "python" else 1, **how)
+    how = {"launcher": launcher, "nproc": nproc, "env": env}
+    result = run(script, "--epochs", 1, "--batch-size", max(1, batch_size // nproc), *flags, *more, timeout=400, **how)
     assert result.status == 0 and "Traceback" not in result.text, result.text
     assert float(re.findall(r"test accuracy ([\d.]+)", result.text)[-1]) > least, result.text
     return re.search(r"^.*\| torch .*", result.text, re.MULTILINE)[0]
@@ -43,13 +41,13 @@ def test_one_gpu(script, flags):
                                               ("fashionmnist_ddp", "python"), ("synthetic_ddp", "torchrun")])
 def test_a_process_for_each_gpu(script, launcher):
     """python starts them by mp.spawn."""
-    assert f"world size {len(GPUS)} on cuda" in learn(script, launcher=launcher, nproc=len(GPUS), env=ALL)
+    assert f"world size {len(GPUS)} on cuda" in learn(script, launcher=launcher, nproc=len(GPUS))
 
 
 def test_data_parallel_on_all_gpus_and_on_the_last():
     last = len(GPUS) - 1
-    assert f"GPUs {list(range(len(GPUS)))}" in learn("mnist_dp", "--bf16", env=ALL)
-    assert f"GPUs [{last}]" in learn("mnist_dp", "--device-ids", last, env=ALL)
+    assert f"GPUs {list(range(len(GPUS)))}" in learn("mnist_dp", "--bf16")
+    assert f"GPUs [{last}]" in learn("mnist_dp", "--device-ids", last)
 
 
 def test_stop_and_resume(tmp_path):
@@ -69,11 +67,11 @@ def test_stop_and_resume(tmp_path):
 @pytest.mark.parametrize("script, launcher", [("synthetic_ddp", "torchrun"), ("fashionmnist_ddp", "spawn")])
 def test_more_processes_than_gpus(script, launcher):
     result = run(script, *LEARN[script][0], launcher=launcher, nproc=len(GPUS) + 1, env=ALL)
-    assert result.status != 0 and result.errors and all("GPUs" in error for error in result.errors), result.text
-    assert launcher == "torchrun" or len(result.errors) == 1
+    lines = range(1, 2 if launcher == "spawn" else len(GPUS) + 2)  # torchrun: at most one of each process
+    assert result.status != 0 and len(result.errors) in lines and "GPUs" in result.errors[0], result.text
 
 
 def test_measure():
     result = run("synthetic_ddp", "--model", "resnet18", launcher="torchrun", nproc=len(GPUS), env=ALL)
     assert result.status == 0 and f"world size {len(GPUS)} on cuda" in result.text, result.text
-    assert float(re.search(r"([\d,.]+) images/s", result.text)[1].replace(",", "")) > 0
+    assert re.search(r"[1-9][\d,.]* images/s", result.text)

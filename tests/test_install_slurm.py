@@ -96,9 +96,16 @@ def copies(kind="plain", nodes=0):
 
 @pytest.mark.parametrize("kind", ["plain", "systemd"])
 def test_one_machine(kind):
-    """It runs a job, counts GPUs, and runs again with an edited slurm.conf while a job is running."""
+    """Refuses another's configuration; runs a job, counts GPUs; runs again with an edited slurm.conf, beside a job."""
     with copies(kind) as lab:
         machine = lab.head
+        for name in "slurm.conf", "gres.conf", "cgroup.conf":
+            machine.exec(f"echo '# mine' > /etc/slurm/{name}")
+            refusal = machine.install(check=False)
+            assert refusal.startswith("error: ") and f"/etc/slurm/{name}" in refusal and refusal.count("\n") == 1
+            assert machine.exec("cat /etc/slurm/*.conf; rm /etc/slurm/*.conf").endswith("# mine\n")
+        assert not machine.running_daemons()
+
         for gpu in (0, 1):
             machine.exec(f"mknod -m 666 /dev/nvidia{gpu} c 1 {5 + 2 * gpu}")     # really /dev/zero and /dev/full
         assert "srun hostname: head" in machine.install()
@@ -115,16 +122,6 @@ def test_one_machine(kind):
         assert "= 77" in machine.exec("scontrol show config | grep MaxJobCount")
         machine.exec("touch /run/go; while squeue -ho %i | grep .; do sleep 0.1; done")
         assert machine.exec("cat /run/job.out") == "went\n"
-
-
-def test_configuration_of_someone_else_is_refused():
-    with copies() as lab:
-        for name in "slurm.conf", "gres.conf", "cgroup.conf":
-            lab.head.exec(f"echo '# mine' > /etc/slurm/{name}")
-            refusal = lab.head.install(check=False)
-            assert refusal.startswith("error: ") and f"/etc/slurm/{name}" in refusal and refusal.count("\n") == 1
-            assert lab.head.exec("cat /etc/slurm/*.conf; rm /etc/slurm/*.conf").endswith("# mine\n")
-        assert not lab.head.running_daemons()
 
 
 SSH = """#!/usr/bin/env bash
