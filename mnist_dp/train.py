@@ -223,7 +223,7 @@ def load_checkpoint(path):
         try:
             if damaged := zipfile.ZipFile(file).testzip():  # torch.load does not verify the checksums
                 raise RuntimeError(f"wrong checksum of {damaged}")
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return dict(torch.load(file, map_location="cpu", weights_only=True))  # an error if it is no dict
         except Exception as error:
             print(f"warning: cannot load {file} ({error})", file=sys.stderr)
     if files:
