@@ -4,7 +4,7 @@
 # usage: [PYTHON=python3.12] bash slurm/create-venv.sh [DIR]     (DIR: .venv beside slurm/)
 #
 # Running it again is harmless, and completes an interrupted run. pip reads its own variables: for the smaller
-# CPU-only wheels, set PIP_INDEX_URL to the index that PyTorch's "Get Started" page names.
+# CPU-only wheels, set PIP_EXTRA_INDEX_URL to the index that PyTorch's "Get Started" page names.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
