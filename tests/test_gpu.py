@@ -15,7 +15,7 @@ if not GPUS:
 ONE, ALL = ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for gpus in (GPUS[:1], GPUS))
 LEARN = {  # flags that are enough to learn; batch size of all processes; least test accuracy
     "mnist_dp": (("--fake-data", "--lr", "2e-3"), 16, 0.7),
-    "cifar10_ddp": (("--fake-data", "--lr", "0.6", "--epochs", "2"), 32, 0.5),
+    "cifar10_ddp": (("--fake-data", "--lr", "0.6", "--epochs", "4"), 16, 0.5),
     "fashionmnist_ddp": (("--fake-data",), 16, 0.5),
     "synthetic_ddp": (("--lr", "0.05"), 32, 0.85),
 }

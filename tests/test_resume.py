@@ -23,7 +23,7 @@ RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # as the README says for t
 RUNS = {  # of 20 kills, how many; how; flags
     "mnist_dp, python": (6, {}, ("--fake-data", 320, "--batch-size", 32, "--epochs", 6)),
     "fashionmnist_ddp, mp.spawn": (4, {"launcher": "spawn", "nproc": 3},
-                                   ("--fake-data", 240, "--batch-size", 16, "--epochs", 12)),
+                                   ("--fake-data", 240, "--batch-size", 16, "--epochs", 8)),
     "cifar10_ddp, srun": (2, {"launcher": "srun", "nproc": 2}, ("--fake-data", 16, "--batch-size", 2, "--epochs", 3)),
     "cpu_ddp, torchrun": (4, {"launcher": "torchrun", "nproc": 4},
                           ("--samples", 2560, "--batch-size", 64, "--epochs", 24, "--save-every", 3)),
