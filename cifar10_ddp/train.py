@@ -41,7 +41,7 @@ def parse_args():
     add("--epochs", type=at_least(1), default=30, help="passes over the data (default %(default)s)")
     add("--batch-size", type=at_least(1), default=128, help="images per process and step (default %(default)s)")
     add("--model", default="resnet18", choices=models.list_models(module=models), metavar="NAME",
-        help="a classifier of torchvision.models; the recipe is that of %(default)s, the default")
+        help="a classifier of torchvision.models (default %(default)s, for which the recipe is tuned)")
     add("--lr", type=at_least(0.0), default=0.1, help="peak learning rate of SGD per 256 images (default %(default)s)")
     add("--seed", type=int, default=0, help="seed of weights, order, crops, flips and dropout (default %(default)s)")
     add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100, CPUs without AVX512-BF16 or AMX")
@@ -50,7 +50,7 @@ def parse_args():
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints (default %(default)s)")
     add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="wait for processes (default %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="longest wait (default %(default)s)")
     return parser.parse_args()
 
 
@@ -63,7 +63,7 @@ def build_model(name):
         model.maxpool = nn.Identity()
         return model, 32
     size = models.get_model_weights(name).DEFAULT.transforms.keywords["crop_size"]
-    return model, getattr(model, "image_size", size)  # a vision transformer takes no other
+    return model, getattr(model, "image_size", size)  # a vision transformer is built for one size
 
 
 def load_data(args, train):
@@ -133,7 +133,7 @@ def train(args):
     signals, next_log = [], step + 1
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda signum, _: signals.append(signum))
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # evaluate a finished epoch again
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
         # The hash of integers is the same in every process. What fills no batch is dropped.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
         batches = order.to(device).split(global_batch)[:steps_per_epoch]
@@ -235,7 +235,7 @@ def load_checkpoint(path):
         except Exception as error:
             print(f"warning: cannot load {file} ({error})", file=sys.stderr)
     if files:
-        sys.exit(f"error: --checkpoint: cannot load {' or '.join(files)}: move them away to start over")
+        sys.exit(f"error: cannot load --checkpoint {' or '.join(files)}: name another one to start over")
     return {}
 
 
@@ -278,7 +278,7 @@ def init_group(rank, world_size, device, timeout):
 
 
 def close_group():
-    time.sleep(0.5)  # gloo's threads may need the GIL to free tensors, and the next call keeps it until they end
+    time.sleep(0.5)  # gloo's threads need the GIL to free their tensors; the next call waits for them holding it
     dist.destroy_process_group()
 
 
@@ -286,7 +286,7 @@ def wrap_ddp(model, example):
     """Return model in DDP, after a forward and a backward pass on example that change no weights and no buffers."""
     # DDP's first pass rebuilds its buckets: on 3 or more processes, it sums in another order than those that follow.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # not in every step: evaluate() does it
+    ddp_model.broadcast_buffers = False  # evaluate() does it; an attribute, as the argument is deprecated
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ddp_model(example).sum().backward()
     model.load_state_dict(before)
@@ -295,7 +295,7 @@ def wrap_ddp(model, example):
 
 def all_reduce_sum(*numbers, device):
     """Return the sum of each number over all ranks."""
-    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
     dist.all_reduce(sums)
     return sums.tolist()
 
@@ -348,7 +348,7 @@ def evaluate(model, preprocess, inputs, labels, args):
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     batches = zip(inputs[mine].split(args.batch_size), labels[mine].split(args.batch_size))
     with torch.no_grad(), torch.autocast(labels.device.type, torch.bfloat16, enabled=args.bf16):
-        correct = sum((model(preprocess(x)).argmax(1) == y).sum().item() for x, y in batches)
+        correct = sum((model(preprocess(x)).argmax(1) == y).sum() for x, y in batches)
     model.train()
     return all_reduce_sum(correct, len(labels[mine]), device=labels.device)
 # --- end ---

@@ -44,7 +44,7 @@ def parse_args():
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
     add("--save-every", type=at_least(1), default=10, metavar="EPOCHS", help="between saves (default %(default)s)")
     add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="wait for processes (default %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="longest wait (default %(default)s)")
     return parser.parse_args()
 
 
@@ -188,7 +188,7 @@ def load_checkpoint(path):
         except Exception as error:
             print(f"warning: cannot load {file} ({error})", file=sys.stderr)
     if files:
-        sys.exit(f"error: --checkpoint: cannot load {' or '.join(files)}: move them away to start over")
+        sys.exit(f"error: cannot load --checkpoint {' or '.join(files)}: name another one to start over")
     return {}
 
 
@@ -231,7 +231,7 @@ def init_group(rank, world_size, device, timeout):
 
 
 def close_group():
-    time.sleep(0.5)  # gloo's threads may need the GIL to free tensors, and the next call keeps it until they end
+    time.sleep(0.5)  # gloo's threads need the GIL to free their tensors; the next call waits for them holding it
     dist.destroy_process_group()
 
 
@@ -239,7 +239,7 @@ def wrap_ddp(model, example):
     """Return model in DDP, after a forward and a backward pass on example that change no weights and no buffers."""
     # DDP's first pass rebuilds its buckets: on 3 or more processes, it sums in another order than those that follow.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # not in every step: evaluate() does it
+    ddp_model.broadcast_buffers = False  # evaluate() does it; an attribute, as the argument is deprecated
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ddp_model(example).sum().backward()
     model.load_state_dict(before)
@@ -248,7 +248,7 @@ def wrap_ddp(model, example):
 
 def all_reduce_sum(*numbers, device):
     """Return the sum of each number over all ranks."""
-    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
     dist.all_reduce(sums)
     return sums.tolist()
 

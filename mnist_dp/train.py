@@ -48,7 +48,7 @@ def parse_args():
 def gpu_numbers(text):
     if not all(number.isdecimal() for number in text.split(",")):
         raise argparse.ArgumentTypeError(f"requires the numbers of GPUs, such as 0,1, not {text}")
-    return [int(number) for number in text.split(",")]
+    return [int(number) for number in dict.fromkeys(text.split(","))]  # each once
 
 
 class CNN(nn.Module):
@@ -124,7 +124,7 @@ def train(args):
     signals = []
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda signum, _: signals.append(signum))
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # evaluate a finished epoch again
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
         batches = order.to(device).split(args.batch_size)[:steps_per_epoch]  # what fills no batch is dropped
         loss_sum = correct = count = 0  # in this epoch
@@ -162,9 +162,9 @@ def evaluate(model, images, labels, batch_size):
     """Return how many images are classified correctly and how many there are."""
     model.eval()
     batches = zip(images.split(batch_size), labels.split(batch_size))
-    correct = sum((model(preprocess(x)).argmax(1) == y).sum().item() for x, y in batches)
+    correct = sum((model(preprocess(x)).argmax(1) == y).sum() for x, y in batches)
     model.train()
-    return correct, len(labels)
+    return correct.item(), len(labels)
 
 
 # The shared blocks are identical in all scripts of this collection.
@@ -227,7 +227,7 @@ def load_checkpoint(path):
         except Exception as error:
             print(f"warning: cannot load {file} ({error})", file=sys.stderr)
     if files:
-        sys.exit(f"error: --checkpoint: cannot load {' or '.join(files)}: move them away to start over")
+        sys.exit(f"error: cannot load --checkpoint {' or '.join(files)}: name another one to start over")
     return {}
 
 

@@ -54,7 +54,7 @@ def parse_args():
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints (default %(default)s)")
     add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="wait for processes (default %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="longest wait (default %(default)s)")
     return parser.parse_args()
 
 
@@ -145,7 +145,7 @@ def train(args):
     signals, next_log = [], step + 1
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda signum, _: signals.append(signum))
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # evaluate a finished epoch again
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
         # The hash of integers is the same in every process. What fills no batch is dropped.
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
         batches = order.to(device).split(global_batch)[:steps_per_epoch]
@@ -246,7 +246,7 @@ def load_checkpoint(path):
         except Exception as error:
             print(f"warning: cannot load {file} ({error})", file=sys.stderr)
     if files:
-        sys.exit(f"error: --checkpoint: cannot load {' or '.join(files)}: move them away to start over")
+        sys.exit(f"error: cannot load --checkpoint {' or '.join(files)}: name another one to start over")
     return {}
 
 
@@ -289,7 +289,7 @@ def init_group(rank, world_size, device, timeout):
 
 
 def close_group():
-    time.sleep(0.5)  # gloo's threads may need the GIL to free tensors, and the next call keeps it until they end
+    time.sleep(0.5)  # gloo's threads need the GIL to free their tensors; the next call waits for them holding it
     dist.destroy_process_group()
 
 
@@ -297,7 +297,7 @@ def wrap_ddp(model, example):
     """Return model in DDP, after a forward and a backward pass on example that change no weights and no buffers."""
     # DDP's first pass rebuilds its buckets: on 3 or more processes, it sums in another order than those that follow.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # not in every step: evaluate() does it
+    ddp_model.broadcast_buffers = False  # evaluate() does it; an attribute, as the argument is deprecated
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ddp_model(example).sum().backward()
     model.load_state_dict(before)
@@ -306,7 +306,7 @@ def wrap_ddp(model, example):
 
 def all_reduce_sum(*numbers, device):
     """Return the sum of each number over all ranks."""
-    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
     dist.all_reduce(sums)
     return sums.tolist()
 
@@ -340,7 +340,7 @@ def evaluate(model, preprocess, inputs, labels, args):
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     batches = zip(inputs[mine].split(args.batch_size), labels[mine].split(args.batch_size))
     with torch.no_grad(), torch.autocast(labels.device.type, torch.bfloat16, enabled=args.bf16):
-        correct = sum((model(preprocess(x)).argmax(1) == y).sum().item() for x, y in batches)
+        correct = sum((model(preprocess(x)).argmax(1) == y).sum() for x, y in batches)
     model.train()
     return all_reduce_sum(correct, len(labels[mine]), device=labels.device)
 # --- end ---
