@@ -219,7 +219,7 @@ def test_full_disk(tmp_path):
     assert "error: " in code and "run.pt" in code and (tmp_path / "run.pt").read_bytes() == saved
 
 
-# --- slow steps ---
+# --- slow steps, and a process that hangs ---
 def test_sigterm_with_default_flags_and_slow_steps(tmp_path):
     """torchrun kills after 30 seconds: at 2 seconds a step, a stop check every 5 seconds is in time."""
     text = script_path("cpu_ddp").read_text().replace("    step += 1\n", "    step += 1; time.sleep(2)\n")
@@ -231,7 +231,6 @@ def test_sigterm_with_default_flags_and_slow_steps(tmp_path):
     assert 1 < load_checkpoint(tmp_path / "run.pt")["step"] < 6
 
 
-# --- a process that hangs ---
 def test_stopped_process_ends_the_others_within_timeout():
     with start("cpu_ddp", "--epochs", 100000, "--log-every", 0, "--timeout", 5, launcher="srun", nproc=2) as job:
         job.wait_for("step 7/")
