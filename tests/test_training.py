@@ -3,7 +3,6 @@
 import argparse
 import gzip
 import re
-import shutil
 import signal
 import threading
 from pathlib import Path
