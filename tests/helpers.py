@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import random
 import re
 import signal
 import socket
@@ -29,9 +30,10 @@ def script_path(script):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    while True:  # below the ports that the system gives to other connections until this one is used
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port := random.randrange(10000, 32768)))
+            return port
 
 
 def clean_environment(**extra):
