@@ -81,13 +81,13 @@ class Job:
         return found
 
     def workers(self):
-        """The processes that train: those whose parent is the launcher, or a single process itself."""
+        """The living processes that train: those whose parent is the launcher, or a single process itself."""
         def is_worker(pid):
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 return b"spawn_main" in command or b".py\0" in command and b"torch.distributed.run" not in command
-        launchers = {process.pid for process in self.processes}
-        return [pid for pid in self.pids() if is_worker(pid) and pid not in launchers] or sorted(launchers)
+        launchers = [process.pid for process in self.processes if process.poll() is None]
+        return [pid for pid in self.pids() if is_worker(pid) and pid not in launchers] or launchers
 
     def send(self, signum, number=0):
         self.processes[number].send_signal(signum)

@@ -184,7 +184,7 @@ def test_mp_spawn_forwards_signals_and_reports_a_killed_process(tmp_path):
     with start("fashionmnist_ddp", *flags, launcher="spawn", nproc=2) as job:
         job.wait_for("step 5/")
         job.send(signal.SIGTERM)  # to the parent alone
-        assert job.finish().status == 1 and not job.pids()
+        assert job.finish().status == 1 and not job.workers()
     stopped = load_checkpoint(tmp_path / "run.pt")["step"]
     with start("fashionmnist_ddp", *flags, launcher="spawn", nproc=2) as job:
         job.wait_for(f"steps {stopped} to")
