@@ -44,7 +44,7 @@ def parse_args():
         help="a classifier of torchvision.models (default %(default)s, for which the recipe is tuned)")
     add("--lr", type=at_least(0.0), default=0.1, help="peak learning rate of SGD per 256 images (default %(default)s)")
     add("--seed", type=int, default=0, help="seed of weights, order, crops, flips and dropout (default %(default)s)")
-    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100, CPUs without AVX512-BF16 or AMX")
+    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and CPUs without AMX")
     add("--data-dir", default="data", help="folder of the data set, downloaded if missing (default %(default)s)")
     add("--fake-data", type=at_least(1), nargs="?", const=512, metavar="N", help="train on N generated images")
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
