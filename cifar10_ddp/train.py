@@ -10,7 +10,7 @@
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. On
 SIGTERM or SIGINT, a run saves at the next log line and exits with status 1; after SIGKILL, it resumes from its last
 checkpoint. On the same kind of CPU, with the same torch, number of processes and threads, it ends with exactly the
-weights of an uninterrupted run.
+weights of an uninterrupted run; Swin transformers only up to rounding, as their threads add up in any order.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example of "A complete
 tutorial to run a distributed training on multiple nodes with Pytorch DDP".
@@ -50,7 +50,7 @@ def parse_args():
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints (default %(default)s)")
     add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="longest wait (default %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="to wait for others (default %(default)s)")
     return parser.parse_args()
 
 

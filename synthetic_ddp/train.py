@@ -54,7 +54,7 @@ def parse_args():
     add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints (default %(default)s)")
     add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="longest wait (default %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="to wait for others (default %(default)s)")
     return parser.parse_args()
 
 
