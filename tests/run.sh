@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the quick tests (3 minutes on 2 cores): every script trains for one epoch on the CPU and learns, stops and
-# resumes, explains mistakes; where there are GPUs, it also trains on them. With --all, run all tests (25 minutes):
+# resumes, explains mistakes; where there are GPUs, it also trains on them. With --all, run all tests (15 minutes):
 # also random kills, damaged checkpoints, a real Slurm of several nodes, images, pods, setting up, the benchmark.
 # What this machine cannot run is listed at the end, with the command that enables it.
 #
