@@ -50,7 +50,7 @@ def disturb(job, way, checkpoint, generator):
     if way == "SIGTERM":
         job.send(signal.SIGTERM, generator.randrange(len(job.processes)))
     elif way == "SIGKILL of one process" and len(job.processes) == 1:  # with several, srun would end the others
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):  # it has ended
             os.kill(generator.choice(job.workers()), signal.SIGKILL)
     else:
         while way == "SIGKILL while saving" and job.running() and not saving(checkpoint):
