@@ -10,7 +10,7 @@
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. On
 SIGTERM or SIGINT, a run saves at the next log line and exits with status 1; after SIGKILL, it resumes from its last
 checkpoint. On the same kind of CPU, with the same torch, number of processes and threads, it ends with exactly the
-weights of an uninterrupted run; Swin transformers only up to rounding, as their threads add up in any order.
+weights of an uninterrupted run. This is tested with resnet18; Swin transformers are equal only up to rounding.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example of "A complete
 tutorial to run a distributed training on multiple nodes with Pytorch DDP".

@@ -2,7 +2,6 @@
 """Measure the throughput of every script, next to its tutorial's loop and to the computation alone.
 
     python tests/benchmark.py                       # all scripts: a table, and the bars below it
-    python tests/benchmark.py --quick               # under 2 minutes: shorter, float32, a small batch for cifar10_ddp
     python tests/benchmark.py --only fashionmnist_ddp mnist_dp --json results.json
 
 Three loops train the same model, with the same batch size, number of processes and threads, on generated data:
@@ -21,7 +20,6 @@ import importlib
 import itertools
 import json
 import os
-import platform
 import re
 import signal
 import statistics
@@ -349,7 +347,7 @@ def main():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     names = [case.script for case in cases(1, quick=True)]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SCRIPT", help="measure these")
-    parser.add_argument("--quick", action="store_true", help="under 2 minutes: 3 rounds of 0.5 s, float32 only")
+    parser.add_argument("--quick", action="store_true", help="under 2 minutes: short rounds, small batches, float32")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each loop")
     parser.add_argument("--seconds", type=float, default=4, help="length of a measurement")
     parser.add_argument("--nproc", type=int, default=GPUS or 2, help="processes")
@@ -364,7 +362,7 @@ def main():
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # kills the stopped processes, as Ctrl-C does
     device = torch.cuda.get_device_name() if GPUS else re.search(r"model name\s*: (.*)|$", CPUINFO)[1]
-    print(f"{device or platform.machine()}, {CORES} cores | torch {torch.__version__} | {args.nproc} processes | "
+    print(f"{device or 'CPU'}, {CORES} cores | torch {torch.__version__} | {args.nproc} processes | "
           f"{args.rounds} rounds of {args.seconds:g} s, median (least to most)", flush=True)
     rows, start = [], time.perf_counter()
     for case in (case for case in cases(args.nproc, args.quick) if case.script in args.only):
