@@ -10,10 +10,9 @@
 With --model NAME, nothing is trained or saved: it measures training steps of that torchvision classifier on random
 images. The communication overhead is the part of a step that it takes longer than one without exchange of gradients.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. On
-SIGTERM or SIGINT, a run saves at the next log line and exits with status 1; after SIGKILL, it resumes from its last
-checkpoint. On the same kind of CPU, with the same torch, number of processes and threads, it ends with exactly the
-weights of an uninterrupted run.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. With the
+same CPUs, torch, number of processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM,
+SIGINT or SIGHUP, it saves at the next log line and exits with status 1.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple nodes with
 Pytorch DDP".
@@ -44,25 +43,25 @@ def parse_args():
     add("--epochs", type=at_least(1), default=10, help="passes over the data (default %(default)s)")
     add("--batch-size", type=at_least(1), default=32, help="samples per process and step (default %(default)s)")
     add("--lr", type=at_least(0.0), default=0.01, help="initial learning rate of Adam (default %(default)s)")
-    add("--seed", type=int, default=0, help="seed of data, weights and order (default %(default)s)")
+    add("--seed", type=at_least(0), default=0, help="seed of data, weights and order (default %(default)s)")
     add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and CPUs without AMX")
     add("--samples", type=at_least(1), default=2048, help="samples to generate (default %(default)s)")
     add("--model", choices=models.list_models(module=models), metavar="NAME",
         help="measure this classifier of torchvision.models instead, for example resnet50")
     add("--image-size", type=at_least(1), default=224, help="with --model: height and width (default %(default)s)")
     add("--steps", type=at_least(1), default=20, help="with --model: after 5 warm-up steps (default %(default)s)")
-    add("--checkpoint", metavar="FILE", help="file to save to and to resume from; without it, nothing is saved")
+    add("--checkpoint", type=os.path.realpath, metavar="FILE", help="to save to and resume from (default: none)")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints (default %(default)s)")
     add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: log every step (default %(default)s)")
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="to wait for others (default %(default)s)")
     return parser.parse_args()
 
 
-def generate_data(samples, seed, train):
+def generate_data(samples, seed, train_set):
     """Return inputs (N, 10) and labels (N,): which of three random linear functions is the largest."""
     functions = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed))  # the same on every rank
-    generator = torch.Generator().manual_seed(2 * seed + 1 + train)
-    inputs = torch.randn(samples if train else max(1, samples // 4), 10, generator=generator)
+    generator = torch.Generator().manual_seed(2 * seed + 1 + train_set)
+    inputs = torch.randn(samples if train_set else max(1, samples // 4), 10, generator=generator)
     return inputs, F.linear(inputs, functions).argmax(1)
 
 
@@ -113,29 +112,23 @@ def train(args):
         init_group(rank, world_size, device, args.timeout)
         measure(args, device)
         return
-    checkpoint = [load_checkpoint(args.checkpoint) if rank == 0 else None]  # if this fails, no other process waits
+    checkpoint = [load_checkpoint(args.checkpoint) if args.checkpoint and rank == 0 else {}]  # before others wait
     init_group(rank, world_size, device, args.timeout)
     dist.broadcast_object_list(checkpoint)
     checkpoint = checkpoint[0]
-    inputs, labels = (tensor.to(device) for tensor in generate_data(args.samples, args.seed, train=True))
-    test_inputs, test_labels = (tensor.to(device) for tensor in generate_data(args.samples, args.seed, train=False))
-
+    inputs, labels = (tensor.to(device) for tensor in generate_data(args.samples, args.seed, train_set=True))
+    test_inputs, test_labels = (tensor.to(device) for tensor in generate_data(args.samples, args.seed, train_set=False))
     settings = {"script": "synthetic_ddp", "samples": args.samples, "batch_size": args.batch_size, "lr": args.lr,
                 "seed": args.seed, "bf16": args.bf16}
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)  # kept when the world size changes
     steps_per_epoch = max(1, len(inputs) // global_batch)
     total_steps = args.epochs * steps_per_epoch
 
-    def lr_factor(step):  # linear decay to 0
-        return 1 - step / total_steps
-
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3)).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    state = {"model": model, "optimizer": optimizer}
     step = restore(checkpoint, settings, state, total_steps)
-    del checkpoint  # frees its memory
     if min(global_batch, len(inputs)) < world_size:
         sys.exit(f"error: more processes than samples in a batch ({min(global_batch, len(inputs))}): start fewer")
     ddp_model = wrap_ddp(model, inputs[:2])
@@ -143,10 +136,11 @@ def train(args):
         f"global batch {global_batch} of {len(inputs)} samples | steps {step} to {total_steps}")
 
     signals, next_log = [], step + 1
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda signum, _: signals.append(signum))
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
-        # The hash of integers is the same in every process. What fills no batch is dropped.
+        # The order depends on seed and epoch alone, and a resumed run repeats it. What fills no batch is dropped.
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
         batches = order.to(device).split(global_batch)[:steps_per_epoch]
         loss_sum = correct = count = 0  # of this process in this epoch
@@ -154,13 +148,14 @@ def train(args):
         for batch in batches[step - epoch * steps_per_epoch:]:
             indices = batch[rank::world_size]
             x, y = inputs[indices], labels[indices]
+            optimizer.param_groups[0]["lr"] = args.lr * (1 - step / total_steps)  # linear decay to 0
+            # A model with dropout requires torch.manual_seed(hash((args.seed, step, rank))) here, to resume exactly.
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 logits = ddp_model(x)
                 loss = F.cross_entropy(logits, y, reduction="sum")
             optimizer.zero_grad()
             (loss * (world_size / len(batch))).backward()  # DDP divides by world_size: the mean over the batch
             optimizer.step()
-            scheduler.step()
             step += 1
             loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
             correct += (logits.argmax(1) == y).sum()
@@ -173,16 +168,17 @@ def train(args):
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {total_loss / total_count:.4f}  "
                     f"accuracy {total_correct / total_count:.4f}  {steps_per_second * len(batch):,.0f} samples/s  "
                     f"{timedelta(seconds=round((total_steps - step) / steps_per_second))} left")
+                if not all(parameter.isfinite().all() for parameter in model.parameters()):  # alike on all ranks
+                    sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
                 if stop or step % (args.save_every * steps_per_epoch) == 0 or step == total_steps:
                     if args.checkpoint and rank == 0:
-                        write_checkpoint(args.checkpoint, state, step, settings, global_batch)
-                    dist.barrier()  # when a process exits, its launcher ends the others: not before rank 0 has saved
+                        save_checkpoint(args.checkpoint, state, step=step, settings=settings, global_batch=global_batch)
                 if stop and step < total_steps:
                     close_group()
                     sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
                 log_step, log_time = step, time.perf_counter()
-        correct, count = evaluate(model, nn.Identity(), test_inputs, test_labels, args)
-        log(f"epoch {epoch + 1}/{args.epochs}  test accuracy {correct / count:.4f} ({correct:.0f}/{count:.0f})")
+        right, total = evaluate(model, nn.Identity(), test_inputs, test_labels, args)
+        log(f"epoch {epoch + 1}/{args.epochs}  test accuracy {right / total:.4f} ({right:.0f}/{total:.0f})")
     close_group()
 
 
@@ -190,8 +186,8 @@ def train(args):
 # --- shared: helpers ---
 def at_least(minimum):
     def number(text):
-        if not minimum <= type(minimum)(text) < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not a number of at least {minimum}")
+        if not minimum <= type(minimum)(text) < 2**62:
+            raise argparse.ArgumentTypeError(f"{text} is not a number of at least {minimum}, or is too large")
         return type(minimum)(text)
     return number
 
@@ -204,18 +200,16 @@ def configure_cpu(local_world_size):
         with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:  # a container's quota
             quota, period = map(int, file.read().split())
             cores = min(cores, quota // period)
+        cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)))
         torch.set_num_threads(max(1, cores // local_world_size))
     with contextlib.suppress(AttributeError):  # glibc: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return it to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
 
 
-def write_checkpoint(path, state, step, settings, global_batch):
+def save_checkpoint(path, state, **numbers):
     """Replace the file at path atomically, and keep the previous one as path.previous."""
-    checkpoint = {name: part.state_dict() for name, part in state.items()}
-    checkpoint.update(step=step, settings=settings, global_batch=global_batch)
-    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
-        sys.exit("error: the weights are not finite: start over with a lower --lr and another --checkpoint")
+    checkpoint = {name: part.state_dict() for name, part in state.items()} | numbers
     try:
         with open(f"{path}.tmp", "wb") as file:
             torch.save(checkpoint, file)
@@ -225,24 +219,21 @@ def write_checkpoint(path, state, step, settings, global_batch):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}); the last checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older checkpoint is intact")
 
 
 def load_checkpoint(path):
     """Return the checkpoint at path, or at path.previous if that cannot be loaded, or {} if there are no files."""
-    if not path:
-        return {}
     try:  # fail now, not at the first save
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        open(f"{path}.tmp", "ab").close()
+        open(path if os.path.isdir(path) else f"{path}.tmp", "ab").close()
     except OSError as error:
-        sys.exit(f"error: cannot write --checkpoint {path} ({error})")
+        sys.exit(f"error: cannot write --checkpoint {path} ({error.strerror}): name a file; mkdir -p makes its folder")
     files = [file for file in (path, f"{path}.previous") if os.path.exists(file)]
     for file in files:
         try:
             if damaged := zipfile.ZipFile(file).testzip():  # torch.load does not verify the checksums
                 raise RuntimeError(f"wrong checksum of {damaged}")
-            return dict(torch.load(file, map_location="cpu", weights_only=True))  # an error if it is no dict
+            return {**torch.load(file, map_location="cpu", weights_only=True), "file": file}
         except Exception as error:
             print(f"warning: cannot load {file} ({error})", file=sys.stderr)
     if files:
@@ -251,17 +242,20 @@ def load_checkpoint(path):
 
 
 def restore(checkpoint, settings, state, total_steps):
-    """Load the checkpoint into model, optimizer and scheduler; return its step, or 0."""
+    """Load the checkpoint into model and optimizer; return its step, or 0."""
     if not checkpoint:
         return 0
     saved = checkpoint.get("settings", {})
     if different := ", ".join(f"{key} {saved.get(key)}, not {settings[key]}" for key in settings
                               if saved.get(key) != settings[key]):
-        sys.exit(f"error: the checkpoint belongs to another run ({different}): name another --checkpoint")
+        sys.exit(f"error: {checkpoint['file']} belongs to another run ({different}): name another --checkpoint")
     if checkpoint["step"] > total_steps:
-        sys.exit(f"error: the checkpoint is of step {checkpoint['step']} of {total_steps}: increase --epochs")
-    for name, part in state.items():
-        part.load_state_dict(checkpoint[name])
+        sys.exit(f"error: {checkpoint['file']} is of step {checkpoint['step']} of {total_steps}: increase --epochs")
+    try:
+        for name, part in state.items():
+            part.load_state_dict(checkpoint[name])
+    except (KeyError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: {checkpoint['file']} is of another model: name another --checkpoint ({error!r:.300})")
     return checkpoint["step"]
 # --- end ---
 
@@ -270,7 +264,9 @@ def restore(checkpoint, settings, state, total_steps):
 def setup_environment():
     """Return rank, local rank and world size, from torchrun's variables or from srun's, which are translated."""
     env = os.environ
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if "TORCHELASTIC_RUN_ID" in env and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: stop when torchrun has been killed
+    if "RANK" not in env and "SLURM_PTY_PORT" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])
         env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
@@ -279,7 +275,7 @@ def setup_environment():
 
 
 def init_group(rank, world_size, device, timeout):
-    """Initialize the process group: nccl for GPUs, gloo for CPUs."""
+    """Initialize the process group: gloo for CPUs; nccl for GPUs, which notices a lost process after the timeout."""
     configure_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -289,19 +285,21 @@ def init_group(rank, world_size, device, timeout):
 
 
 def close_group():
+    dist.barrier()  # when a process exits, its launcher ends the others: not before rank 0 has saved
     time.sleep(0.5)  # gloo's threads need the GIL to free their tensors; the next call waits for them holding it
     dist.destroy_process_group()
 
 
 def wrap_ddp(model, example):
-    """Return model in DDP, after a forward and a backward pass on example that change no weights and no buffers."""
+    """Return model in DDP, after a backward pass in evaluation mode, which changes no weights and no buffers."""
+    if dist.get_world_size() == 1:
+        return model  # nothing to exchange
     # DDP's first pass rebuilds its buckets: on 3 or more processes, it sums in another order than those that follow.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # evaluate() does it; an attribute, as the argument is deprecated
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ddp_model(example).sum().backward()
-    model.load_state_dict(before)
-    return ddp_model
+    ddp_model.broadcast_buffers = False  # evaluate() does it; the argument is deprecated in PyTorch 2.13
+    ddp_model.eval()(example).sum().backward()
+    ddp_model.zero_grad()
+    return ddp_model.train()
 
 
 def all_reduce_sum(*numbers, device):

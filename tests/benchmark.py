@@ -109,8 +109,8 @@ def generate(case, module, samples):
     if case.script == "cpu_ddp":
         return module.generate_data(samples, 0)[:2]
     if case.script == "synthetic_ddp":
-        return module.generate_data(samples, 0, train=True)
-    return module.load_data(argparse.Namespace(fake_data=samples, seed=0), train=True)
+        return module.generate_data(samples, 0, True)
+    return module.load_data(argparse.Namespace(fake_data=samples, seed=0), True)
 
 
 def tutorial_dataset(case, module):

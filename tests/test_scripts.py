@@ -34,11 +34,11 @@ def train_watched(script, checkpoint, nproc, stop=None):
     stop is a tuple (rank, step, signal): the process sends itself that signal in that step.
     """
     def setup(module, rank):
-        steps, restore, write_checkpoint = [], module.restore, module.write_checkpoint
+        steps, restore, save_checkpoint = [], module.restore, module.save_checkpoint
         nn.Dropout.forward = lambda self, x: x
         module.augment = lambda images: images
         module.build_model = lambda name: (nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 32)
-        module.write_checkpoint = lambda *arguments: (time.sleep(1), write_checkpoint(*arguments))
+        module.save_checkpoint = lambda *arguments, **numbers: (time.sleep(1), save_checkpoint(*arguments, **numbers))
 
         def restore_and_watch(checkpoint, settings, state, total_steps):
             def see(model, inputs):
@@ -154,13 +154,12 @@ def test_augmentation(script, places):
     assert len(set(images[~flipped, 2, 16, 16].tolist())) == len(set(images[flipped, 2, 16, 16].tolist())) == places
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_not_saved(number, tmp_path):
-    model = nn.Linear(2, 2)
-    model.bias.data[1] = number
-    with pytest.raises(SystemExit, match="error: .*finite"):
-        load_script("cpu_ddp").write_checkpoint(tmp_path / "run.pt", {"model": model}, 1, {}, 1)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("script, flags", [("cpu_ddp", ("--checkpoint", "run.pt")), ("mnist_dp", ("--fake-data", 32))])
+def test_weights_that_are_not_finite_end_the_run(script, flags, tmp_path, monkeypatch):
+    """On all ranks, also without a checkpoint; nothing is saved."""
+    monkeypatch.chdir(tmp_path)
+    ranks = train(script, "--lr", 1e38, "--epochs", 3, "--batch-size", 16, *flags, nproc=1 + (script == "cpu_ddp"))
+    assert all("error: " in code and "finite" in code for _, code, _ in ranks) and not os.path.exists("run.pt")
 
 
 @pytest.mark.parametrize("gpus, usable, local_world_size, local_rank, outcome", [

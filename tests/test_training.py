@@ -26,7 +26,7 @@ def test_real_fashion_mnist(tmp_path, capfd):
 
     def setup(module, rank):
         load_data = module.load_data
-        module.load_data = lambda args, train: (tensor[:4000] for tensor in load_data(args, train))
+        module.load_data = lambda args, train_set: (tensor[:4000] for tensor in load_data(args, train_set))
 
     train("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 16, nproc=2, setup=setup)
     assert int(re.search(r"\((\d+)/4000\)", capfd.readouterr().out)[1]) > 2800
@@ -35,15 +35,15 @@ def test_real_fashion_mnist(tmp_path, capfd):
 def test_cifar10_images_are_permuted():
     """torchvision has (N, 32, 32, 3)."""
     module, images = load_script("cifar10_ddp"), torch.randint(256, (4, 32, 32, 3), dtype=torch.uint8)
-    module.CIFAR10 = lambda folder, train: argparse.Namespace(data=images.numpy(), targets=[3, 1, 4, 1])
-    loaded, labels = module.load_data(argparse.Namespace(fake_data=None, data_dir=""), train=True)
+    module.CIFAR10 = lambda folder, train_set: argparse.Namespace(data=images.numpy(), targets=[3, 1, 4, 1])
+    loaded, labels = module.load_data(argparse.Namespace(fake_data=None, data_dir=""), train_set=True)
     assert torch.equal(loaded[2, 1], images[2, :, :, 1]) and labels.tolist() == [3, 1, 4, 1]
 
 
 # --- one's own data, as the README describes it ---
-OWN_TENSORS = '''def load_data(args, train):
-    inputs = torch.randint(256, (320 if train else 80, 1, 28, 28), dtype=torch.uint8,
-                           generator=torch.Generator().manual_seed(1 + train))
+OWN_TENSORS = '''def load_data(args, train_set):
+    inputs = torch.randint(256, (320 if train_set else 80, 1, 28, 28), dtype=torch.uint8,
+                           generator=torch.Generator().manual_seed(1 + train_set))
     labels = (inputs[:, 0, :14].float().mean((1, 2)) > inputs[:, 0, 14:].float().mean((1, 2))).long()
     inputs[:, 0, :14] //= 3 - 2 * labels.to(torch.uint8).view(-1, 1, 1)  # a dark upper half, or not
     return inputs, labels
@@ -51,7 +51,7 @@ OWN_TENSORS = '''def load_data(args, train):
 
 def augment('''
 OWN_DATASET = {
-    "    images, labels = (tensor.to(device) for tensor in load_data(args, train=True))\n":
+    "    images, labels = (tensor.to(device) for tensor in load_data(args, train_set=True))\n":
         "    images = YourDataset()\n",
     "preprocess(images[:2])": "preprocess(test_images[:2])",
     "        for batch in batches[step - epoch * steps_per_epoch:]:\n"
@@ -65,7 +65,7 @@ YOUR_DATASET = '''from torch.utils.data import DataLoader, TensorDataset
 
 
 def YourDataset():
-    return TensorDataset(*load_data(None, train=True))
+    return TensorDataset(*load_data(None, train_set=True))
 
 
 def ignore_signals(worker_id):
