@@ -179,6 +179,8 @@ def fork(nproc, function, timeout=120):
     def call(rank):
         torch.set_num_threads(1)  # OpenMP's threads are not forked
         torch.seed()  # another state in each process
+        for signum in (signal.SIGINT, signal.SIGHUP):  # nohup and a shell's & ignore them
+            signal.signal(signum, signal.SIG_DFL)
         env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                                 OMP_NUM_THREADS=1)
         os.environ.clear()

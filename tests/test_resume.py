@@ -30,7 +30,7 @@ RUNS = {  # of 20 kills, how many; how; flags
     "synthetic_ddp, srun": (4, {"launcher": "srun", "nproc": 3},
                             ("--samples", 480, "--batch-size", 16, "--epochs", 24, "--save-every", 2)),
 }
-WAYS = ("SIGTERM", "SIGKILL while saving", "SIGKILL of all", "SIGKILL of one process")
+WAYS = ("SIGTERM", "SIGKILL while saving", "SIGKILL of all", "SIGKILL of one process", "SIGKILL of the launcher")
 
 
 def saving(checkpoint):
@@ -38,6 +38,13 @@ def saving(checkpoint):
     with contextlib.suppress(OSError):
         return os.path.getsize(f"{checkpoint}.tmp") > 0
     return os.path.exists(f"{checkpoint}.previous") and not os.path.exists(checkpoint)
+
+
+def wait_until_gone(job, timeout=30):
+    end = time.monotonic() + timeout
+    while job.pids():
+        assert time.monotonic() < end, f"processes outlive their launcher:\n{job.text}"
+        time.sleep(0.05)
 
 
 def disturb(job, way, checkpoint, generator):
@@ -52,6 +59,9 @@ def disturb(job, way, checkpoint, generator):
     elif way == "SIGKILL of one process" and len(job.processes) == 1:  # with several, srun would end the others
         with contextlib.suppress(OSError, IndexError):  # it has ended
             os.kill(generator.choice(job.workers()), signal.SIGKILL)
+    elif way == "SIGKILL of the launcher" and len(job.processes) == 1:  # its workers save and end by themselves
+        job.send(signal.SIGKILL)
+        wait_until_gone(job)
     else:
         while way == "SIGKILL while saving" and job.running() and not saving(checkpoint):
             time.sleep(0.0005)
@@ -109,6 +119,15 @@ def slow(tmp_path):
     (tmp_path / "train.py").write_text(text)
     file.touch()
     return file
+
+
+def test_workers_of_a_killed_torchrun_save_and_end(tmp_path):
+    command = ("cpu_ddp", "--epochs", 5000, "--checkpoint", tmp_path / "run.pt")
+    with start(*command, launcher="torchrun", nproc=2) as job:
+        job.wait_for("step 1/")
+        job.send(signal.SIGKILL)
+        wait_until_gone(job)
+    assert 1 <= load_checkpoint(tmp_path / "run.pt")["step"] < 160000
 
 
 def test_torchrun_restarts_a_killed_worker(slow, tmp_path):

@@ -90,7 +90,7 @@ def test_stopped_and_resumed_on_other_numbers_of_processes(whole, tmp_path, capf
     """One process gets a signal: all stop after the same step, and exit when rank 0 has saved. 3 does not divide 16."""
     script, path, undisturbed = whole
     seen, lives = [], ((4, signal.SIGINT, True, 3), (3, signal.SIGTERM, False, 7), (5, signal.SIGTERM, True, 9),
-                       (2, signal.SIGINT, False, 10))
+                       (2, signal.SIGHUP, False, 10))
     for nproc, signum, last, step in lives:
         stop = ((nproc - 1) * (last and script != "mnist_dp"), step - len(seen), signum)
         ranks = train_watched(script, tmp_path / "run.pt", nproc, stop)
@@ -158,7 +158,7 @@ def test_augmentation(script, places):
 def test_weights_that_are_not_finite_end_the_run(script, flags, tmp_path, monkeypatch):
     """On all ranks, also without a checkpoint; nothing is saved."""
     monkeypatch.chdir(tmp_path)
-    ranks = train(script, "--lr", 1e38, "--epochs", 3, "--batch-size", 16, *flags, nproc=1 + (script == "cpu_ddp"))
+    ranks = train(script, "--lr", 1e18, "--epochs", 20, "--batch-size", 16, *flags, nproc=1 + (script == "cpu_ddp"))
     assert all("error: " in code and "finite" in code for _, code, _ in ranks) and not os.path.exists("run.pt")
 
 
@@ -177,6 +177,23 @@ def test_device(gpus, usable, local_world_size, local_rank, outcome, monkeypatch
     for function, *arguments in (script.pick_device, local_rank), (script.spawn, 3, None):
         with pytest.raises(SystemExit, match=f"error: .*{outcome}.*CUDA_VISIBLE_DEVICES="):
             function(*arguments)
+
+
+def test_edited_model_is_an_error_line_and_a_link_is_followed(tmp_path):
+    """The remedy is another --checkpoint. A buffer of -inf, as of a causal mask, is saved."""
+    def edit(hidden):
+        def setup(module, rank):
+            model = nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.Linear(hidden, 10))
+            model.register_buffer("mask", torch.full((2,), -torch.inf))
+            module.CNN = lambda: model
+        return setup
+
+    (tmp_path / "link").symlink_to("run.pt")
+    command = ("fashionmnist_ddp", "--fake-data", 32, "--epochs", 1, "--checkpoint", tmp_path / "link")
+    assert [code for _, code, _ in train(*command, nproc=2, setup=edit(8))] == [0, 0]
+    assert (tmp_path / "link").is_symlink() and load_checkpoint(tmp_path / "run.pt")["step"] == 1
+    for _, code, _ in train(*command, nproc=2, setup=edit(9)):
+        assert code.startswith("error: ") and "run.pt" in code and "--checkpoint" in code and "\n" not in code
 
 
 # --- launchers ---
@@ -216,7 +233,11 @@ MISTAKES = {
     "several processes": ("mnist_dp", "--fake-data", 2, "cifar10_ddp"),
     "processes twice": ("fashionmnist_ddp", "--nproc 2 --fake-data", 1, "--nproc"),
     "more processes than samples": ("cpu_ddp", "--samples 2", 3, "fewer"),
+    "damaged data": ("mnist_dp", "--data-dir {folder}", 1, "delete"),
+    "negative seed": ("cpu_ddp", "--seed -1", 1, "--seed"),
     "checkpoint is a folder": ("cpu_ddp", "--checkpoint {folder}", 1, "--checkpoint"),
+    "no checkpoint file": ("cpu_ddp", "--checkpoint=", 1, "--checkpoint"),
+    "no folder of the checkpoint": ("cpu_ddp", "--checkpoint {folder}/absent/run", 1, "mkdir -p"),
     "checkpoint of another run": ("cpu_ddp", "--seed 1 --checkpoint {folder}/run", 2, "(seed 0, not 1)"),
     "fewer epochs": ("cpu_ddp", "--epochs 1 --checkpoint {folder}/run", 1, "--epochs"),
     "unusable GPUs": ("mnist_dp", "--fake-data", 1, "CUDA_VISIBLE_DEVICES="),
@@ -227,6 +248,9 @@ MISTAKES = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     train("cpu_ddp", "--epochs", 2, "--checkpoint", folder / "run")
+    (folder / "MNIST/raw").mkdir(parents=True)
+    for name in (f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")):
+        (folder / "MNIST/raw" / name).touch()
     return folder
 
 

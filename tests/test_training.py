@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, assert_equal, difference, load_checkpoint, load_script, run, script_path, start, train
+from helpers import ROOT, assert_equal, difference, fork, load_checkpoint, load_script, run, script_path, start, train
 from torchvision import models
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -110,6 +110,33 @@ def test_model_is_torchvisions_and_takes_upsampled_images(name):
         assert images.shape == (2, 3, size, size) and model(images).shape == (2, 10)
         aux = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
         models.get_model(name, num_classes=10, **aux).load_state_dict(model.state_dict(), assign=True)
+
+
+FAMILIES = ("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
+            "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18",
+            "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11", "vit_b_16",
+            "wide_resnet50_2")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_of_each_family_of_classifiers(name):
+    """On 2 processes. Wrapping the model in DDP changes no weights, buffers or random numbers, and leaves no gradients."""
+    cifar10_ddp = load_script("cifar10_ddp")
+    model, size = cifar10_ddp.build_model(name)
+
+    def step(rank):
+        cifar10_ddp.init_group(rank, 2, torch.device("cpu"), 60)
+        images = cifar10_ddp.preprocess(torch.full((2, 3, 32, 32), 10 * rank, dtype=torch.uint8), size)
+        before, random = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+        ddp_model = cifar10_ddp.wrap_ddp(model, images)
+        changed = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]
+        changed += [key for key, parameter in model.named_parameters() if parameter.grad is not None]
+        assert not changed and torch.equal(random, torch.get_rng_state()) and model.training
+        ddp_model(images).sum().backward()
+        return sum(parameter.grad.double().sum().item() for parameter in model.parameters())
+
+    one, other = fork(2, step)
+    assert one == other != 0  # the mean of their gradients
 
 
 def test_measure():
