@@ -100,3 +100,128 @@ def test_recipe_of_cifar10():
             assert weights[step] == pytest.approx(weight, rel=1e-4)
             momentum = 0.9 * momentum + 5e-4 * weight
             weight -= 200 * min((step + 1) / 2, (10 - step) / 8) * (5e-4 * weight + 0.9 * momentum)  # 6400 * 8 / 256
+
+
+@pytest.mark.parametrize("script", ["mnist_dp", "fashionmnist_ddp"])
+def test_dropout(script):
+    module, rates = load_script(script), []
+    model = module.CNN(*[False] * (script == "mnist_dp"))
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.register_forward_hook(lambda _, x, y: rates.append((y[x[0] > 0] == 0).float().mean().item()))
+    model(torch.rand(128, 1, 28, 28))
+    assert rates == pytest.approx([0.25, 0.5], abs=0.03)
+
+
+@pytest.mark.parametrize("script, low, size", [("mnist_dp", 0, ()), ("fashionmnist_ddp", 0, ()),
+                                               ("cifar10_ddp", -1, (32,)), ("cifar10_ddp", -1, (48,))])
+def test_pixels(script, low, size):
+    images = torch.tensor([0, 255.0]).view(2, 1, 1, 1).expand(2, 3, 32, 32).contiguous()
+    for argument in images, images.byte():
+        ends = load_script(script).preprocess(argument, *size)
+        assert ends.dtype == torch.float and torch.equal(ends[0].unique(), torch.tensor([low + 0.0]))
+        assert torch.equal(ends[1].unique(), torch.tensor([1.0])) and images.max() == 255  # it writes nothing
+
+
+def test_measure_exchanges():
+    """synthetic_ddp --model: gradients are those of all ranks in the steps with exchange alone, after a slow warm-up."""
+    def setup(module, rank):
+        gradients, seconds, cross_entropy = [], [0], F.cross_entropy
+        module.models.get_model = lambda name, weights: nn.Sequential(nn.Flatten(), nn.Linear(192, 1000))
+        module.time = argparse.Namespace(perf_counter=lambda: sum(seconds), sleep=time.sleep)
+        F.cross_entropy = lambda *inputs: (seconds.append(4 if len(seconds) > 2 else 100), cross_entropy(*inputs))[1]
+        torch.optim.optimizer.register_optimizer_step_pre_hook(
+            lambda optimizer, *_: gradients.append(optimizer.param_groups[0]["params"][0].grad.clone()))
+        return gradients
+
+    (one, *_), (other, *_) = train("synthetic_ddp", "--model", "resnet18", "--image-size", 8, "--batch-size", 2,
+                                   "--steps", 1, nproc=2, setup=setup)
+    assert [torch.equal(*pair) for pair in zip(one, other)] == [True] * (len(one) - 1) + [False] and len(one) > 3
+
+
+# --- settings ---
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_setting_belongs_to_the_run(script, tmp_path):
+    """--data-dir N is a folder of N images."""
+    module, base = load_script(script), ["--epochs", "1", "--batch-size", "20", "--checkpoint", str(tmp_path / "run")]
+    changes = {"seed": "--seed 1", "lr": "--lr 0.5", "batch_size": "--batch-size 21", "bf16": "--bf16"}
+    if script in GENERATED:
+        base, changes["samples"] = [*base, "--samples", "40"], "--samples 41"
+    else:
+        base, load_data = [*base, "--data-dir", "40"], module.load_data
+        changes |= {"images": "--data-dir 41", "fake_data": "--fake-data 40"}
+        module.download, module.build_model = lambda *_: None, small_model
+        module.load_data = lambda args, train_set: load_data(
+            argparse.Namespace(fake_data=args.fake_data or int(args.data_dir), seed=args.seed), train_set)
+    if script == "cifar10_ddp":
+        changes["model"] = "--model resnet34"
+
+    def outcome(change):
+        sys.argv = ["train.py", *base, *change.split()]
+        try:
+            return module.train(module.parse_args())
+        except SystemExit as error:
+            return error.code
+        finally:
+            dist.is_initialized() and dist.destroy_process_group()
+
+    ((first, again, *refusals),) = fork(1, lambda rank: [outcome(change) for change in ("", "", *changes.values())])
+    assert first is None and again is None
+    for key, message in zip(changes, refusals):
+        assert message and "another run" in message and re.findall(r"(\w+) \S+, not", message) == [key], message
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_not_a_number(script, monkeypatch, capsys):
+    for flag in "--lr", "--log-every", "--epochs":
+        for value in "nan", "inf":
+            monkeypatch.setattr(sys, "argv", ["train.py", flag, value])
+            with pytest.raises(SystemExit):
+                load_script(script).parse_args()
+
+
+def test_write_probe_does_not_truncate(tmp_path):
+    (tmp_path / "run.tmp").write_text("of another run")
+    assert load_script("cpu_ddp").load_checkpoint(str(tmp_path / "run")) == {}
+    assert (tmp_path / "run.tmp").read_text() == "of another run"
+
+
+# --- launch ---
+@pytest.mark.parametrize("processes, env, quota, threads", [
+    (1, {"OMP_NUM_THREADS": "3"}, "max", []), (4, {"OMP_NUM_THREADS": "3"}, "max", []), (9, {}, "max", [1]),
+    (1, {"OMP_NUM_THREADS": "1"}, "max", []), (4, {"OMP_NUM_THREADS": "1"}, "max", [2]), (1, {}, "max", [8]),
+    (2, {"SLURM_CPUS_ON_NODE": "6"}, "max", [3]), (2, {"SLURM_CPUS_ON_NODE": "64"}, "max", [4]), (1, {}, "25000", [2])])
+def test_threads(processes, env, quota, threads, monkeypatch):
+    """On 8 cores. 1 is what torchrun sets for several processes."""
+    module, calls = load_script("fashionmnist_ddp"), []
+    module.open, module.ctypes = lambda path: io.StringIO(f"{quota} 10000\n"), None
+    monkeypatch.setattr(os, "environ", env)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    module.configure_cpu(processes)
+    assert calls == threads
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "mnist_dp"])
+def test_shell_of_several_tasks_is_one_process(script, monkeypatch):
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[07-08]",
+            "SLURM_JOB_ID": "1"}
+    for env, outcome in (step, (2, 1, 4)), (step | {"SLURM_PTY_PORT": "4711"}, (0, 0, 1)):
+        monkeypatch.setattr(os, "environ", dict(env))
+        assert load_script(script).setup_environment() == outcome
+
+
+@pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
+def test_each_node_downloads_before_its_processes_load(script):
+    """Ranks 1 and 2 are on a second node, whose download takes a second."""
+    def setup(module, rank):
+        downloads, loads, load_data = [], [], module.load_data
+        os.environ["LOCAL_RANK"] = str(max(0, rank - 1))
+        module.build_model = small_model
+        module.download = lambda *_: (time.sleep(rank == 1), downloads.append(time.monotonic()))
+        module.load_data = lambda *arguments, **how: (loads.append(time.monotonic()), load_data(*arguments, **how))[1]
+        return downloads, loads
+
+    ranks = [rank for rank, *_ in train(script, "--fake-data", 12, "--epochs", 1, "--batch-size", 2, nproc=3, setup=setup)]
+    assert [len(downloads) for downloads, _ in ranks] == [1, 1, 0]
+    assert min(loads[0] for _, loads in ranks) >= ranks[1][0][0]
