@@ -1,11 +1,11 @@
 """The printed numbers, recomputed; recipes, settings and launch by their effects. All in forked processes."""
 
-import argparse
 import io
 import os
 import re
 import sys
 import time
+from argparse import ArgumentTypeError, Namespace
 from datetime import timedelta
 
 import pytest
@@ -33,7 +33,7 @@ def test_printed_numbers(script, tmp_path, capfd):
     def setup(module, rank):
         steps, saved, begun, seconds = [], {}, {}, 2 if nproc == 1 else 1 + 2 * rank
         os.environ["LOCAL_RANK"] = "0"
-        module.time = argparse.Namespace(perf_counter=lambda: seconds * len(steps), sleep=time.sleep)
+        module.time = Namespace(perf_counter=lambda: seconds * len(steps), sleep=time.sleep)
         module.build_model = lambda name: (nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3072), nn.Linear(3072, 10)), 32)
 
         def see(logits, y):  # the loss, the number correct and the number of samples
@@ -43,12 +43,13 @@ def test_printed_numbers(script, tmp_path, capfd):
 
         def save_checkpoint(path, state, step, **_):  # what the epoch must print
             load_data = getattr(module, "load_data", lambda _, train_set: module.generate_data(164, 0, train_set))
+            saved[step] = ""
             if script != "cpu_ddp":
                 x, y = load_data(module.parse_args(), train_set=False)
                 x = getattr(module, "preprocess", nn.Identity())(x, *[32] * (script == "cifar10_ddp"))
                 right = (state["model"].eval()(x).argmax(1) == y).sum().item()
                 state["model"].train()
-            saved[step] = "" if script == "cpu_ddp" else rf"{step // 5}/5 .* {right / 41:.4f} \({right}/41\)\n"
+                saved[step] = rf"{step // 5}/5 .* {right / 41:.4f} \({right}/41\)\n"
 
         watch(F, "mse_loss", lambda x, y: steps.append(torch.tensor([((x - y) ** 2).sum(), 0, len(y)])))
         watch(F, "cross_entropy", see)
@@ -59,20 +60,19 @@ def test_printed_numbers(script, tmp_path, capfd):
         module.save_checkpoint = save_checkpoint
         return steps, saved, begun
 
-    flags = ("--batch-size", 32 // nproc, "--fake-data" if script in IMAGES else "--samples", 164, "--epochs", 5)
-    ranks = [seen for seen, *_ in train(script, *flags, "--lr", 0.01, "--save-every", 2, "--log-every", 4, "--checkpoint",
-                                        tmp_path / "run", nproc=nproc, setup=setup)]
-    steps, text, logged = sum(torch.stack(seen[0]) for seen in ranks), capfd.readouterr().out, [0]
+    flags = ("--batch-size", 32 // nproc, "--fake-data" if script in IMAGES else "--samples", 164, "--epochs", 5, "--lr",
+             0.01, "--save-every", 2, "--log-every", 4, "--checkpoint", tmp_path / "run")
+    steps, saved, begun = zip(*(seen for seen, *_ in train(script, *flags, nproc=nproc, setup=setup)))
+    steps, text, logged = sum(map(torch.stack, steps)), capfd.readouterr().out, [0]
     for step, loss, accuracy, speed, left in LINE.findall(text):
         logged.append(int(step))
         loss_sum, correct, count = steps[(logged[-1] - 1) // 5 * 5:logged[-1]].sum(0).tolist()  # of its epoch
         assert [float(loss), float(accuracy or 0)] == pytest.approx([loss_sum / count, correct / count], abs=2e-4)
         assert speed == "16" and left == str(timedelta(seconds=2 * (25 - logged[-1])))
     assert {*range(5, 26, 5)} < {*logged} and max(b - a for a, b in zip(logged, logged[1:])) == 2
-    assert [[*saved] for _, saved, _ in ranks] == [[10, 20, 25], []][:nproc]
-    assert all(re.search(pattern, text) for pattern in ranks[0][1].values()), ranks[0][1]
-    assert all(begun["processes"] == 1 for *_, begun in ranks)
-    assert script not in IMAGES or min(b["load"] for *_, b in ranks) >= max(b["download"] for *_, b in ranks)
+    assert [*map(list, saved)] == [[10, 20, 25], []][:nproc] and all(node["processes"] == 1 for node in begun)
+    assert all(re.search(pattern, text) for pattern in saved[0].values()), saved[0]
+    assert script not in IMAGES or min(node["load"] for node in begun) >= max(node["download"] for node in begun)
 
 
 def test_recipe_of_cifar10():
@@ -85,11 +85,10 @@ def test_recipe_of_cifar10():
 
     flags, momentum = ("--lr", 6400, "--batch-size", 4, "--epochs", 5, "--fake-data", 16), 0
     weights = train("cifar10_ddp", *flags, nproc=2, setup=setup)[0][0]
-    for step in range(10):
-        weight = weights[step] if step == 0 else weight
-        assert weights[step] == pytest.approx(weight, rel=1e-4)
+    for step, weight in enumerate(weights[:-1]):
         momentum = 0.9 * momentum + 5e-4 * weight
-        weight -= 200 * min((step + 1) / 2, (10 - step) / 8) * (5e-4 * weight + 0.9 * momentum)  # 200 = 6400 * 8 / 256
+        rate = 200 * min((step + 1) / 2, (10 - step) / 8)  # 200 = 6400 * 8 / 256
+        assert weights[step + 1] == pytest.approx(weight - rate * (5e-4 * weight + 0.9 * momentum), rel=1e-4)
 
 
 @pytest.mark.parametrize("script", IMAGES)
@@ -106,31 +105,32 @@ def test_dropout_and_pixels(script):
     assert rates == pytest.approx([] if cifar else [0.25, 0.5], abs=0.03)
 
 
-def test_measured_steps():
-    """synthetic_ddp --model: all steps but those without exchange have the gradients of all ranks; the first two wait."""
+def test_measured_steps(capfd):
+    """synthetic_ddp --model: the step with exchange has the gradients of all ranks. The first two steps are slow."""
     def setup(module, rank):
         steps = []
         module.models.get_model = lambda name, weights: nn.Sequential(nn.Flatten(), nn.Linear(192, 1000))
-        module.time = argparse.Namespace(perf_counter=lambda: 4 * len(steps) + 96 * min(2, len(steps)), sleep=time.sleep)
+        module.time = Namespace(perf_counter=lambda: 4 * len(steps) + 96 * min(2, len(steps)), sleep=time.sleep)
         watch(torch.optim.SGD, "step", lambda sgd: steps.append(sgd.param_groups[0]["params"][0].grad.sum().item()))
         return steps
 
     flags = ("--model", "resnet18", "--image-size", 8, "--batch-size", 2, "--steps", 1)
     (one, *_), (other, *_) = train("synthetic_ddp", *flags, nproc=2, setup=setup)
-    assert [a == b for a, b in zip(one, other)] == [True] * (len(one) - 1) + [False]
+    assert one[-2] == other[-2] and one[-1] != other[-1] and "step 4000.0 ms" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_setting_belongs_to_the_run(script, tmp_path):
     """Here, --data-dir N has N images."""
-    changes, data = {"seed": "--seed 1", "lr": "--lr 0.5", "batch_size": "--batch-size 21", "bf16": "--bf16"}, "--samples"
-    if script in IMAGES:
-        data, changes["images"], changes["fake_data"] = "--data-dir", "--data-dir 41", "--fake-data 40"
-    changes |= {"cpu_ddp": {"samples": "--samples 41"}, "synthetic_ddp": {"samples": "--samples 41"},
-                "cifar10_ddp": {"model": "--model resnet34"}}.get(script, {})
+    module, data = load_script(script), ["--data-dir 41", "--fake-data 40"] if script in IMAGES else ["--samples 41"]
+    changes = ["--seed 1", "--lr 0.5", "--batch-size 21", "--bf16", *data, *["--model vgg11"] * (script == "cifar10_ddp")]
+    module.build_model = lambda name: (nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 32)
+    load_data, module.download = getattr(module, "load_data", None), lambda *_: None
+    module.load_data = lambda args, train_set: load_data(
+        Namespace(fake_data=args.fake_data or int(args.data_dir), seed=args.seed), train_set)
 
     def outcome(change):
-        sys.argv = ["train.py", "--epochs", "1", "--checkpoint", str(tmp_path / "run"), data, "40", *change.split()]
+        sys.argv = f"train.py --epochs 1 --checkpoint {tmp_path}/run {data[0][:-1]}0 {change}".split()
         try:
             return module.train(module.parse_args())
         except SystemExit as error:
@@ -138,38 +138,31 @@ def test_each_setting_belongs_to_the_run(script, tmp_path):
         finally:
             dist.is_initialized() and dist.destroy_process_group()
 
-    module = load_script(script)
-    load_data, module.download = getattr(module, "load_data", None), lambda *_: None
-    module.build_model = lambda name: (nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 32)
-    module.load_data = lambda args, train_set: load_data(
-        argparse.Namespace(fake_data=args.fake_data or int(args.data_dir), seed=args.seed), train_set)
-    ((first, again, *refused),) = fork(1, lambda rank: [outcome(change) for change in ("", "", *changes.values())])
+    ((first, again, *refused),) = fork(1, lambda rank: [outcome(change) for change in ("", "", *changes)])
+    keys = [change.split()[0][2:].replace("-", "_").replace("data_dir", "images") for change in changes]
     assert first is again is None and all("another run" in str(message) for message in refused), refused
-    assert [re.findall(r"(\w+) \S+, not", message) for message in refused] == [[key] for key in changes]
+    assert [re.findall(r"(\w+) \S+, not", message) for message in refused] == [[key] for key in keys]
 
 
-def test_helpers_refuse_nan_and_truncate_nothing(tmp_path):
-    module = load_script("cpu_ddp")
+def test_helpers(tmp_path, monkeypatch):
+    """nan is no number, the write probe writes nothing; threads, on 8 cores in an interactive shell of four tasks."""
+    module, calls = load_script("fashionmnist_ddp"), []
     for text in "nan", "inf":
-        with pytest.raises(argparse.ArgumentTypeError):
+        with pytest.raises(ArgumentTypeError):
             module.at_least(0.0)(text)
     (tmp_path / "run.tmp").write_text("of another run")
     assert module.load_checkpoint(tmp_path / "run") == {} and (tmp_path / "run.tmp").read_text() == "of another run"
-
-
-@pytest.mark.parametrize("processes, env, quota, threads", [
-    (1, {"OMP_NUM_THREADS": "3"}, "max", []), (4, {"OMP_NUM_THREADS": "3"}, "max", []), (9, {}, "max", [1]),
-    (1, {"OMP_NUM_THREADS": "1"}, "max", []), (4, {"OMP_NUM_THREADS": "1"}, "max", [2]), (1, {}, "25000", [2]),
-    (2, {"SLURM_CPUS_ON_NODE": "6"}, "max", [3]), (2, {"SLURM_CPUS_ON_NODE": "64"}, "max", [4])])
-def test_threads(processes, env, quota, threads, monkeypatch):
-    """On 8 cores, in an interactive shell of four tasks, which is one process. torchrun sets 1 for several processes."""
-    module, calls = load_script("fashionmnist_ddp"), []
-    module.open, module.ctypes = lambda path: io.StringIO(f"{quota} 10000"), None
-    shell = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "1", "LOCAL_WORLD_SIZE": str(processes)}
-    monkeypatch.setattr(os, "environ", env | shell)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **how: None)
-    rank, _, world_size = module.setup_environment()
-    module.init_group(rank, world_size, torch.device("cpu"), 60)
-    assert calls == threads and (rank, world_size) == (0, 1)
+    for processes, omp, slurm, quota, threads in (
+            (1, "3", 8, "max", []), (4, "3", 8, "max", []), (1, "1", 8, "max", []), (4, "1", 8, "max", [2]),
+            (9, None, 8, "max", [1]), (2, None, 6, "max", [3]), (2, None, 64, "max", [4]), (1, None, 8, "25000", [2])):
+        env = {"OMP_NUM_THREADS": omp, "SLURM_CPUS_ON_NODE": slurm, "LOCAL_WORLD_SIZE": processes,
+               "SLURM_STEP_NUM_TASKS": 4, "SLURM_PTY_PORT": 1}
+        monkeypatch.setattr(os, "environ", {name: str(value) for name, value in env.items() if value})
+        module.open, module.ctypes = (lambda path: io.StringIO(f"{quota} 10000")), None
+        assert module.setup_environment() == (0, 0, 1)
+        module.init_group(0, 1, torch.device("cpu"), 60)
+        assert calls == threads, (processes, omp, slurm, quota)
+        calls.clear()
