@@ -41,7 +41,7 @@ def test_printed_numbers(script, tmp_path, capfd):
             losses = (smoothing - 1) * logs.gather(1, y[:, None]) - smoothing * logs.mean(1, keepdim=True)
             steps.append(torch.tensor([losses.sum(), (logs.argmax(1) == y).sum(), len(y)]))
 
-        def save_checkpoint(path, state, step, settings, global_batch):  # saved: what the epoch must print
+        def save_checkpoint(path, state, step, settings, global_batch):  # keeps what the epoch must print
             saved[step], args = rf"epoch {step // 5}/5", module.parse_args()
             for key in settings:
                 with pytest.raises(SystemExit, match=f"another run.*{key} "):
@@ -137,7 +137,6 @@ def test_helpers(tmp_path, monkeypatch):
                "SLURM_STEP_NUM_TASKS": 4, "SLURM_PTY_PORT": 1}
         monkeypatch.setattr(os, "environ", {name: str(value) for name, value in env.items() if value})
         module.open, module.ctypes = (lambda path: io.StringIO(f"{quota} 10000")), None
-        assert module.setup_environment() == (0, 0, 1)
         module.init_group(0, 1, torch.device("cpu"), 60)
-        assert calls == threads, (processes, omp, slurm, quota)
+        assert module.setup_environment() == (0, 0, 1) and calls == threads, (processes, omp, slurm, quota)
         calls.clear()
