@@ -1,4 +1,4 @@
-"""The printed numbers, recomputed; recipes, settings and launch by their effects. All in forked processes."""
+"""The printed numbers, recomputed; recipes, settings and launch by their effects."""
 
 import io
 import os
@@ -97,13 +97,13 @@ def test_recipe_of_cifar10():
         assert weights[step + 1] == pytest.approx(weight - rate * (5e-4 * weight + 0.9 * momentum), rel=1e-4)
 
 
-@pytest.mark.parametrize("script", IMAGES)
-def test_pixels(script):
-    cifar = script == "cifar10_ddp"
-    for argument in torch.tensor([0, 255.0]), torch.tensor([0, 255], dtype=torch.uint8):
-        images = argument.view(2, 1, 1, 1).repeat(1, 3, 32, 32)
-        pixels = load_script(script).preprocess(images, *[48] * cifar)
-        assert pixels[0].unique().tolist() == [-cifar] and pixels[1].unique().tolist() == [1] and images.max() == 255
+def test_pixels():
+    """Black and white are the ends of the range, and the argument is not written to."""
+    for script, low, size in ("mnist_dp", 0, []), ("fashionmnist_ddp", 0, []), ("cifar10_ddp", -1, [48]):
+        for argument in torch.tensor([0, 255.0]), torch.tensor([0, 255], dtype=torch.uint8):
+            images = argument.view(2, 1, 1, 1).repeat(1, 3, 32, 32)
+            black, white = load_script(script).preprocess(images, *size)
+            assert [*black.unique(), *white.unique()] == [low, 1] and images.max() == 255
 
 
 def test_measured_steps(capfd):
