@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, assert_equal, difference, load_checkpoint, load_script, run, script_path, start, train
 from torchvision import models
-from torchvision.io import write_png
+from torchvision.transforms.functional import to_pil_image
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
@@ -84,7 +84,7 @@ def test_own_data(tmp_path):
         folder = tmp_path / "images" / ("train" if index < 320 else "test") / ("dark", "light")[index % 2]
         folder.mkdir(parents=True, exist_ok=True)
         pixels = torch.randint(128, (3, 28 + index % 9, 40 - index % 7), dtype=torch.uint8) + index % 2 * 128
-        write_png(pixels, str(folder / f"{index}.png"))
+        to_pil_image(pixels).save(folder / f"{index}.png")
     options = {"launcher": "spawn", "nproc": 2, "cwd": tmp_path}
     result = run("dataset.py", *flags, "whole", **options)
     assert result.status == 0 and float(re.findall(r"test accuracy ([\d.]+)", result.text)[-1]) > 0.9, result.text
