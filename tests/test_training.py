@@ -2,8 +2,11 @@
 
 import argparse
 import gzip
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, assert_equal, difference, fork, load_checkpoint, load_script, run, script_path, start, train
 from torchvision import models
+from torchvision.transforms.functional import to_pil_image
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
@@ -50,54 +54,57 @@ OWN_TENSORS = '''def load_data(args, train_set):
 
 
 def augment('''
-OWN_DATASET = {
-    "    images, labels = (tensor.to(device) for tensor in load_data(args, train_set=True))\n":
-        "    images = YourDataset()\n",
-    "preprocess(images[:2])": "preprocess(test_images[:2])",
-    "        for batch in batches[step - epoch * steps_per_epoch:]:\n"
-    "            indices = batch[rank::world_size]\n            x, y = images[indices], labels[indices]\n":
-        "        batches = batches[step - epoch * steps_per_epoch:]\n"
-        "        loader = DataLoader(images, batch_sampler=[batch[rank::world_size].tolist() for batch in batches],\n"
-        "                            num_workers=4, worker_init_fn=ignore_signals)\n"
-        "        for batch, (x, y) in zip(batches, loader):\n            x, y = x.to(device), y.to(device)\n",
-}
-YOUR_DATASET = '''from torch.utils.data import DataLoader, TensorDataset
-
-
-def YourDataset():
-    return TensorDataset(*load_data(None, train_set=True))
-
-
-def ignore_signals(worker_id):
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)
-
-
-'''
+def readme_block(first):
+    """The code block of README.md that begins with this line."""
+    return re.search(rf"```python\n({re.escape(first)}\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
 
 
 def test_own_data(tmp_path):
-    """Tensors in memory, and a Dataset that is read by worker processes, lead to the same weights; both resume."""
+    """Tensors in memory are learned. A Dataset with random transforms resumes exactly after Ctrl-C on 2 processes."""
     text = script_path("fashionmnist_ddp").read_text()
-    text = re.sub(r"def load_data.*?\ndef augment\(", lambda _: OWN_TENSORS, text, flags=re.DOTALL)
     text = re.sub(r" +if (rank == 0|local_rank == 0 and rank > 0):.*\n +download.*\n", "", text)
-    (tmp_path / "tensors.py").write_text(text)
-    readme = (ROOT / "README.md").read_text()
-    for line, own in OWN_DATASET.items():
-        assert text.count(line) == 1 and all(part.strip() in readme for part in own.splitlines()), line
-        text = text.replace(line, own)
-    (tmp_path / "dataset.py").write_text(text.replace("class CNN", YOUR_DATASET + "class CNN"))
-    flags = ("--batch-size", 16, "--epochs", 2, "--log-every", 0, "--checkpoint")
+    text = re.sub(r"# --- shared: images ---.*?# --- end ---\n", "", text, flags=re.DOTALL)
+    text = re.sub(r' +add\("--(data-dir|fake-data)".*\n|"fake_data": .*?,', "", text)
+    load_data = re.compile(r"def load_data.*?\ndef augment\(", re.DOTALL)
+    (tmp_path / "tensors.py").write_text(load_data.sub(lambda _: OWN_TENSORS, text))
+    flags = ("--batch-size", 16, "--epochs", 3, "--log-every", 0, "--checkpoint")
     result = run(tmp_path / "tensors.py", *flags, tmp_path / "tensors")
     assert result.status == 0 and float(re.findall(r"test accuracy ([\d.]+)", result.text)[-1]) > 0.9, result.text
-    with start(tmp_path / "dataset.py", *flags, tmp_path / "dataset") as job:
-        job.wait_for("step 3/")
-        job.send(signal.SIGTERM)
+
+    block = readme_block("# with the imports")
+    imports, functions, images, example, loop = re.split(r"^ *# .*\n", block, flags=re.MULTILINE)[1:]
+    text = load_data.sub(lambda _: functions + "\n\ndef augment(", text)
+    for pattern, own in {r"import argparse\n": imports + "import argparse\n",
+                         r" +images, labels = \(tensor.*\n": images, r"preprocess\(images\[:2\]\)": example.strip(),
+                         r" +for batch in batches\[(.*\n){3}": loop}.items():
+        text, count = re.subn(pattern, lambda _: own, text)
+        assert count == 1, pattern
+    (tmp_path / "dataset.py").write_text(text)
+    for index in range(400):  # dark and light images, of several sizes
+        folder = tmp_path / "images" / ("train" if index < 320 else "test") / ("dark", "light")[index % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(128, (3, 28 + index % 9, 40 - index % 7), dtype=torch.uint8) + index % 2 * 128
+        to_pil_image(pixels).save(folder / f"{index}.png")
+    options = {"launcher": "spawn", "nproc": 2, "cwd": tmp_path}
+    result = run("dataset.py", *flags, "whole", **options)
+    assert result.status == 0 and float(re.findall(r"test accuracy ([\d.]+)", result.text)[-1]) > 0.9, result.text
+    with start("dataset.py", *flags, "resumed", **options) as job:
+        job.wait_for("epoch 1/3  test accuracy")  # the processes that read the images start, and get the signal too
+        os.killpg(job.processes[0].pid, signal.SIGINT)
         result = job.finish()
-    assert 3 <= load_checkpoint(tmp_path / "dataset")["step"] < 40, result.text
-    result = run(tmp_path / "dataset.py", *flags, tmp_path / "dataset")
+    assert 10 < load_checkpoint(tmp_path / "resumed")["step"] < 30, result.text
+    result = run("dataset.py", *flags, "resumed", **options)
     assert result.status == 0, result.text
-    assert_equal(tmp_path / "tensors", tmp_path / "dataset")
+    assert_equal(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_trained_model(tmp_path):
+    """The README's code that uses a trained model classifies as the run has done."""
+    result = run("cifar10_ddp", "--fake-data", 64, "--epochs", 1, "--batch-size", 16, "--checkpoint", tmp_path / "FILE")
+    assert result.status == 0, result.text
+    code = readme_block("import torch").replace('"cifar10.pt"', repr(str(tmp_path / "FILE"))).replace("512", "64")
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
+    assert float(output) == pytest.approx(float(re.findall(r"test accuracy ([\d.]+)", result.text)[-1]), abs=1e-4)
 
 
 # --- models ---
