@@ -1,8 +1,7 @@
 """Runs Kubernetes manifests without a cluster: each pod is a container in its own network namespace.
 
-podman and ip do what Kubernetes and Kubeflow's operators would do: pods have addresses and names, start with the user,
-command, limits and volumes of the manifest and the variables that the operator adds, and restart if they fail, until
-the job's backoffLimit.
+podman and ip act as Kubernetes and Kubeflow's operators: pods have addresses and names, start with the manifest's user,
+command, limits and volumes and the operator's variables, and restart if they fail, until the job's backoffLimit.
 The image is built from containers/Dockerfile on a Debian base, which gets torch from the environment of the tests.
 PyTorch's and etcd's images are too large to download: the same base, with Debian's etcd, takes their place.
 """
@@ -93,10 +92,8 @@ def pods_of(documents):
     pods = []
     for document in documents:
         name, kind, spec = document["metadata"]["name"], document["kind"], document["spec"]
-        if kind == "Pod":
-            pods.append((name, spec, math.inf))
-        elif kind == "Deployment":  # named as its Service
-            pods.append((name, spec["template"]["spec"], math.inf))
+        if kind in ("Pod", "Deployment"):  # a Deployment's pod is named as its Service
+            pods.append((name, spec.get("template", {}).get("spec", spec), math.inf))
         elif kind != "Service":
             pods += {"PyTorchJob": pytorchjob_pods, "TrainJob": trainjob_pods}[kind](name, spec)
     return pods
@@ -113,24 +110,23 @@ def pytorchjob_pods(name, spec):
     (container,) = worker["template"]["spec"]["containers"]
     assert kind == "Worker" and container["name"] == "pytorch"
     container = with_env(
-        container,
+        container, PYTHONUNBUFFERED=1, **({"PET_RDZV_ID": elastic["rdzvId"]} if "rdzvId" in elastic else {}),
         PET_RDZV_ENDPOINT=f'{elastic.get("rdzvHost", f"{name}-worker-0")}:{elastic.get("rdzvPort", 23456)}',
-        PET_RDZV_BACKEND=elastic["rdzvBackend"], PET_RDZV_ID=elastic.get("rdzvId", "none"),
-        PET_NNODES=f'{elastic["minReplicas"]}:{elastic["maxReplicas"]}', PET_NPROC_PER_NODE=spec["nprocPerNode"],
-        PET_MAX_RESTARTS=elastic["maxRestarts"],
+        PET_RDZV_BACKEND=elastic["rdzvBackend"], PET_NNODES=f'{elastic["minReplicas"]}:{elastic["maxReplicas"]}',
+        PET_NPROC_PER_NODE=spec["nprocPerNode"], PET_MAX_RESTARTS=elastic["maxRestarts"],
         PET_RDZV_CONF=",".join(f'{setting["key"]}={setting["value"]}' for setting in elastic["rdzvConf"]))
     pod = {**worker["template"]["spec"], "restartPolicy": worker["restartPolicy"], "containers": [container]}
     return [(f"{name}-worker-{index}", pod, spec["runPolicy"]["backoffLimit"]) for index in range(worker["replicas"])]
 
 
 def trainjob_pods(name, spec):
-    """What Kubeflow Trainer 2.2 makes of a TrainJob on its runtime torch-distributed."""
+    """What Kubeflow Trainer 2.3 makes of a TrainJob on its runtime torch-distributed."""
     trainer, pods = spec["trainer"], []
     (replicated,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     patch = replicated["template"]["spec"]["template"]["spec"]
     assert replicated["name"] == patch["containers"][0]["name"] == "node"
     container = {**patch["containers"][0], "resources": trainer["resourcesPerNode"],
-                 **{key: trainer[key] for key in ("image", "command", "args")}}
+                 **{key: trainer[key] for key in ("image", "command", "args", "env")}}
     for rank in range(trainer["numNodes"]):
         node = with_env(container, PET_NNODES=trainer["numNodes"], PET_NPROC_PER_NODE=trainer["numProcPerNode"],
                         PET_NODE_RANK=rank, PET_MASTER_ADDR=f"{name}-node-0-0.{name}", PET_MASTER_PORT=29500)
@@ -145,7 +141,7 @@ class Pod:
 
     def __init__(self, cluster, name, spec, backoff_limit):
         self.cluster, self.name, self.spec, self.backoff_limit = cluster, name, spec, backoff_limit
-        self.starts = self.restarts = 0  # of this container, and as Kubernetes counts
+        self.starts = self.restarts = self.losses = 0  # of this container, and as Kubernetes counts
         self.log = cluster.folder / f"{name}.log"
         cluster.pods.append(self)
         cluster.connect(self)
@@ -162,9 +158,8 @@ class Pod:
         options = ["--rm", "--name", self.container, "--hostname", self.name,
                    "--entrypoint", json.dumps(container["command"]), "--network", f"ns:/run/netns/{self.namespace}",
                    "--no-hosts", "--volume", f"{self.cluster.folder}/hosts:/etc/hosts:ro",
-                   "--user", f'{security["runAsUser"]}:{security["runAsGroup"]}',
-                   "--security-opt", "no-new-privileges", "--cap-drop", "all",
-                   "--cpus", str(limits["cpu"]), "--memory", limits["memory"].removesuffix("i")]
+                   "--user", f'{security["runAsUser"]}:{security["runAsGroup"]}', "--security-opt", "no-new-privileges",
+                   "--cap-drop", "all", "--cpus", str(limits["cpu"]), "--memory", limits["memory"].removesuffix("i")]
         if not Path("/sys/fs/cgroup/cgroup.controllers").exists():  # no cgroups v2: write what they would show
             (self.cluster.folder / "cgroup").mkdir(exist_ok=True)
             (self.cluster.folder / "cgroup/cpu.max").write_text(f'{limits["cpu"]}00000 100000\n')
@@ -175,14 +170,19 @@ class Pod:
             options += ["--mount", f'{self.cluster.source(volume)},destination={mount["mountPath"]}']
         return podman_run(*options, *self.cluster.images[container["image"]], *container.get("args", []))
 
-    def lose(self):
-        """Kill all processes of the pod, as if its node was lost."""
-        sh("podman", "kill", "--signal", "KILL", self.container)
-        assert self.process.wait(timeout=60) == 137
+    def lose(self, signal="KILL"):
+        """Kill all processes of the pod, as if its node was lost, or stop it with SIGTERM."""
+        sh("podman", "kill", "--signal", signal, self.container)
+        assert self.process.wait(timeout=self.spec.get("terminationGracePeriodSeconds", 30)) != 0
+        hosts = self.cluster.folder / "hosts"
+        hosts.write_text(hosts.read_text().replace(f"{self.address} ", "# "))
 
     def come_back(self):
         """Start the lost pod on another node, with another address. Kubernetes counts its restarts from 0 again."""
-        self.restarts = 0
+        self.restarts, self.losses = 0, self.losses + 1
+        if "subdomain" in self.spec:  # a Job counts its lost pods, and replaces them after 10 s, 20 s, ...
+            back = time.monotonic() + 5 * 2 ** self.losses
+            self.cluster.wait([pod for pod in self.cluster.pods if pod is not self], lambda: time.monotonic() > back)
         self.cluster.connect(self)
         self.start()
 
@@ -205,6 +205,7 @@ class Cluster:
         self.claim.mkdir()
         os.chown(self.claim, 0, 1001)  # what fsGroup does
         self.claim.chmod(0o2775)
+        (folder / "hosts").write_text("127.0.0.1 localhost\n")
         self.bridge = self.add_namespace()
         sh("ip", "-n", self.bridge, "link", "add", "br0", "up", "type", "bridge")
 
@@ -225,12 +226,11 @@ class Cluster:
         """Give the pod a new namespace and address, and make its names known."""
         veth, pod.address = f"veth{len(self.namespaces)}", f"10.244.0.{len(self.namespaces)}"
         pod.namespace = self.add_namespace()
-        sh("ip", "-n", pod.namespace, "link", "add", "eth0", "type", "veth", "peer", veth, "netns", self.bridge)
+        sh("ip", "-n", pod.namespace, "link", "add", "eth0", "up", "type", "veth", "peer", veth, "netns", self.bridge)
         sh("ip", "-n", self.bridge, "link", "set", veth, "master", "br0", "up")
         sh("ip", "-n", pod.namespace, "address", "add", f"{pod.address}/24", "dev", "eth0")
-        sh("ip", "-n", pod.namespace, "link", "set", "eth0", "up")
-        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(
-            f'{each.address} {each.name} {each.name}.{each.spec.get("subdomain")}\n' for each in self.pods))
+        with (self.folder / "hosts").open("a") as hosts:
+            print(pod.address, pod.name, f'{pod.name}.{pod.spec.get("subdomain")}', file=hosts)
 
     def source(self, volume):
         """Return a volume of a pod in podman's words."""
@@ -252,12 +252,17 @@ class Cluster:
 
     def wait(self, pods, until=None, timeout=300):
         """Restart failed pods until all have completed, or until until() is true, and as often as the job allows."""
-        deadline = time.monotonic() + timeout
+        limit, deadline = pods[0].backoff_limit, time.monotonic() + timeout
         while not (until and until()):
-            if all([pod.completed() for pod in pods]):
-                assert not until, f"completed too early:\n{self.logs()}"
+            completed = [pod.completed() for pod in pods]
+            assert not until or not any(completed), f"completed too early:\n{self.logs()}"
+            if all(completed):
                 return
-            assert sum(pod.restarts for pod in pods) < pods[0].backoff_limit, f"too many restarts:\n{self.logs()}"
+            if sum(pod.restarts for pod in pods) >= limit or sum(pod.losses for pod in pods) > limit:
+                logs = self.logs()
+                for pod in pods:
+                    pod.log.unlink()  # the operators delete the pods, then the job is Failed
+                raise AssertionError(f"the job is Failed:\n{logs}")
             assert time.monotonic() < deadline, f"not done in {timeout} s:\n{self.logs()}"
             time.sleep(0.2)
 
