@@ -211,8 +211,8 @@ class Cluster:
 
     def close(self):
         for pod in self.pods:
-            subprocess.run(["podman", "rm", "--force", "--time", "0", "--ignore", pod.container], capture_output=True)
-            pod.process.wait(timeout=60)
+            while pod.process.poll() is None:  # its container may not be there yet
+                subprocess.run(["podman", "rm", "-f", "-t", "0", "--ignore", pod.container], capture_output=True)
         for namespace in self.namespaces:
             sh("ip", "netns", "delete", namespace)
 
