@@ -8,8 +8,9 @@
 set -euo pipefail
 
 [[ $# -gt 0 ]] || set -- cifar10_ddp/train.py
-command=(env NPROC="${NPROC:-}" bash "${0%/*}/ddp-worker-node.sh")
-command+=("$(hostname):$((10000 + RANDOM % 20000))" "${NODES:-2}" "$@")
+worker=$(realpath -s "$(dirname "$0")/ddp-worker-node.sh")
+[[ -e $1 || ! -e ../$1 ]] || cd ..      # run in slurm/
+command=(env NPROC="${NPROC:-}" bash "$worker" "$(hostname):$((10000 + RANDOM % 20000))" "${NODES:-2}" "$@")
 
 echo "On each other node, run:"
 printf '    cd %q &&' "$PWD"

@@ -196,7 +196,7 @@ class Network:
 class Lab(Network):
     """The machines, and Slurm on them."""
 
-    node_keys = "CPUs=4,RealMemory=10000,Gres=gpu:2"  # more than there is: tests train small models
+    cores = {}  # of a node, if not 4
     settings = {
         "SlurmdParameters": "config_overrides", "TaskPlugin": "task/none",      # accept these CPUs and this memory
         "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE",
@@ -230,7 +230,9 @@ class Lab(Network):
         etc = self.root / "etc"
         command = ["bash", INSTALL, "--out", etc, "--controller", f"head={self.addresses['head']}"]
         for name in self.nodes:
-            command += ["--node", f"{name}={self.addresses[name]},{self.node_keys}"]
+            n = self.cores.get(name, 4)     # more than there is, as memory and GPUs: tests train small models
+            command += ["--node",
+                        f"{name}={self.addresses[name]},CPUs={n},CoresPerSocket={n},RealMemory=10000,Gres=gpu:2"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=30)
         (etc / "munge.key").rename(self.root / "key" / "munge.key")
         for path in (self.root / "key", self.root / "key" / "munge.key"):

@@ -57,9 +57,9 @@ def changed(lab, old, new):
     return path
 
 
-def slow(lab, lives=1):
+def slow(lab, lives=1, then=""):
     """A copy of cpu_ddp that takes a second per step, until the job has been requeued `lives` times."""
-    nap = f"time.sleep(int(os.environ.get('SLURM_RESTART_COUNT') or 0) < {lives})"
+    nap = f"time.sleep(int(os.environ.get('SLURM_RESTART_COUNT') or 0) < {lives})\n            {then}"
     return changed(lab, "            step += 1\n", f"            step += 1\n            {nap}\n")
 
 
@@ -134,8 +134,9 @@ def two_lost_nodes(lab):
 
 
 def time_limit(lab):
-    """The limit is set when training has started, which can take long here. Log lines are 5 seconds apart."""
-    job = submit(lab, "cpu", *LONG[:-2], options=["--cpus-per-task=2"], SCRIPT=slow(lab))
+    """Log lines are 5 seconds apart, and the run stops 35 to 75 s after the signal: torchrun's default is 30."""
+    job = submit(lab, "cpu", *LONG[:-2], options=["--cpus-per-task=2"], SCRIPT=slow(lab, then="""if step == 2:
+                handler = signal.signal(signal.SIGTERM, lambda *args: (handler(*args), time.sleep(35)))"""))
     wait_for_steps(lab, job)
     lab.sh(f"scontrol update job={job} EndTime=now+3minutes")
     lab.wait_for(job, lambda: restarts(lab, job) == 1)
@@ -171,7 +172,8 @@ def preempted_before_training(lab):
 
 def bug(lab):
     script = changed(lab, "            step += 1\n", "            step += 1\n            assert step < 70\n")
-    job = submit(lab, "cifar10-srun", *LONG, "--save-every", 1, SCRIPT=script)
+    job = submit(lab, "cifar10-srun", *LONG, "--save-every", 1, SCRIPT=script,
+                 SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)  # as if a task of an array had submitted it
     lab.wait_for(job, lambda: restarts(lab, job) == 1)
     lab.wait(job, "FAILED")
     assert restarts(lab, job) == 1
@@ -181,7 +183,8 @@ def bug(lab):
 def mistakes(lab):
     jobs = {submit(lab, file, *args, options=options): remedy for file, options, args, remedy in (
         ("cifar10-srun", [], ["--epochs", 0], "--epochs"), ("cifar10", [], [], "--fake-data"),
-        ("cpu", [], ["--checkpoint", "my.pt"], "CHECKPOINT="), ("fashionmnist", ["--nodes=2"], [], "one node"),
+        ("cpu", [], ["--check", "my.pt"], "CHECKPOINT="), ("cpu", ["--export=ALL,NPROC=abc"], [], "NPROC"),
+        ("fashionmnist", ["--nodes=2"], [], "one node"),
         ("mnist", ["--nodes=2"], [], "one node"))}
     for job, remedy in jobs.items():
         lab.wait(job, "FAILED")
@@ -212,6 +215,7 @@ def train(name):
                 PATH={sys.prefix}/bin:$PATH exec {shutil.which("srun")} "${{rest[@]}}" """)}
         elif name == "fashionmnist":
             how = {"NPROC": 2, "PATH": tool(lab, "nvidia-smi", 'echo "$*"; exec sleep 1234')}
+            how["cwd"], file = lab.folder / "slurm", "./fashionmnist.sbatch"
         elif name == "cifar10":  # copied beside a script, with an active environment
             how |= {"cwd": lab.folder / "mine", "SCRIPT": "my.py", "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
             (lab.folder / "mine").mkdir()
@@ -270,13 +274,14 @@ def test_trains(lab, jobs, outside, name):
     script, flags, _, nproc = FILES[name]
     reference = outside(script, flags, nproc)
     job = jobs[name].result(timeout=1800)
-    assert_equal(lab.folder / ("mine" if name == "cifar10" else ".") / f"{name}-{job}.pt", reference)
+    folder = lab.folder / {"cifar10": "mine", "fashionmnist": "slurm"}.get(name, ".")
+    assert_equal(folder / f"{name}-{job}.pt", reference)
     if name == "cpu-container":
         assert (lab.folder / "options").read_text().splitlines() == [
             f"--container-image={lab.folder}/ddp.sqsh", f"--container-mounts={lab.folder}:{lab.folder}",
             f"--container-workdir={lab.folder}"]
     if name == "fashionmnist":
-        assert (lab.folder / f"fashionmnist-{job}-gpu.log").read_text() == "dmon -s pucm -d 5\n"
+        assert (folder / f"fashionmnist-{job}-gpu.log").read_text() == "dmon -s pucm -d 5\n"
         assert not any(lab.node(node).exec("pgrep -fx 'sleep 1234'; true") for node in ("c1", "c2"))
 
 
@@ -301,7 +306,7 @@ def test_two_terminals(lab, outside):
     job = re.search(r"allocation (\d+)", granted)[1]
     terminal = f"srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist="
     flags = shlex.join(map(str, [*LINEAR, "--checkpoint", "two.pt"]))
-    lab.sh(f"NPROC=1 {terminal}c1 bash slurm/ddp-master-node.sh cpu_ddp/train.py {flags} >master.log 2>&1 &")
+    lab.sh(f"cd slurm; NPROC=1 {terminal}c1 bash ddp-master-node.sh cpu_ddp/train.py {flags} >../master.log 2>&1 &")
     log, deadline = lab.folder / "master.log", time.monotonic() + 300
     while not (line := re.search(r"^    (cd .*)$", log.read_text() if log.exists() else "", re.MULTILINE)):
         assert time.monotonic() < deadline
@@ -310,20 +315,26 @@ def test_two_terminals(lab, outside):
     assert_equal(lab.folder / "two.pt", outside("cpu_ddp", LINEAR, 2))
 
 
-def test_processes_have_their_cores():
+def test_processes_have_their_cores_and_gpus():
     """Slurm binds tasks to cores here. (In the other tests several nodes share the two cores of a machine.)"""
     class Bound(Lab):
-        node_keys = "CPUs=2,CoresPerSocket=2,RealMemory=10000"
+        cores = {"c1": 2, "c2": 1}
         settings = Lab.settings | {"TaskPlugin": "task/affinity"}
 
     if reason := why_not():
         pytest.skip(reason)
-    with running(Bound, 1) as lab:
+    with running(Bound, 2) as lab:
         (lab.folder / ".venv").symlink_to(sys.prefix)
         (lab.folder / "probe.py").write_text(  # one write: processes share the output
-            "import os; os.write(1, b'cores %s\\n' % ' '.join(map(str, os.sched_getaffinity(0))).encode())")
-        for name, cores in {"cpu": [2, 2], "cifar10-srun": [1, 1], "fashionmnist": [2], "mnist": [2]}.items():
-            job = lab.sbatch("--cpus-per-task=2", ROOT / f"slurm/{name}.sbatch", env={"SCRIPT": "probe.py"})
+            "import os; os.write(1, b'cores %s gpus %s\\n' % (' '.join(map(str, os.sched_getaffinity(0))).encode(), "
+            "os.environb.get(b'CUDA_VISIBLE_DEVICES', b'none')))")
+        two = "--cpus-per-task=2"
+        for name, options, cores, gpus in (
+                ("cpu", [two], [2, 2], "none"), ("cifar10-srun", [two], [1, 1], "none"), ("mnist", [two], [2], "none"),
+                ("fashionmnist", [two], [2], "none"), ("cifar10-srun", [two, "--gpus-per-task=2"], [1, 1], "0,1"),
+                ("cpu", ["--exclusive", "--nodes=2"], [1, 1, 1, 1], "0,1")):
+            job = lab.sbatch(*options, ROOT / f"slurm/{name}.sbatch", env={"SCRIPT": "probe.py"})
             lab.wait(job, "COMPLETED")
-            seen = [set(line.split()) for line in re.findall("cores (.*)", lab.output(job))]
-            assert [len(some) for some in seen] == cores and len(set.union(*seen)) == 2, (name, lab.output(job))
+            seen = [(set(some.split()), gpu) for some, gpu in re.findall("cores (.*) gpus (.*)", lab.output(job))]
+            assert [(len(some), gpu) for some, gpu in seen] == [(some, gpus) for some in cores], lab.output(job)
+            assert len(set.union(*(some for some, _ in seen))) == 2 or len(cores) == 4, (name, lab.output(job))
