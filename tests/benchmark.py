@@ -12,7 +12,8 @@ Their processes are started once and then run in turn: all but one loop are stop
 of the ratios of each round, so that what else the machine does affects it little. Evaluation, saving and the start of
 an epoch are not measured. synthetic_ddp --model resnet18 measures itself, with and without exchange, in every round.
 
-The exit status is 1 if a bar is missed. The bars are for 2 processes on a CPU; on GPUs there are none. Requires Linux.
+The exit status is 1 if a bar is missed. The bars are for 2 processes on a CPU. On GPUs, there are none, and one process
+by default: SIGSTOP does not stop NCCL's kernels, which occupy a GPU while they wait for a peer. Requires Linux.
 """
 import argparse
 import contextlib
@@ -72,8 +73,7 @@ class Case(NamedTuple):
 
 
 def cases(nproc, quick):
-    images = 60_000 if GPUS else 12_800
-    every = 20 if GPUS else 2  # a log line waits for the GPU
+    images, every = (60_000, 20) if GPUS else (12_800, 2)  # a log line waits for the GPU
     cifar = {"batch_size": 8} if quick else {"batch_size": 128, "least_fraction": 0.9}  # exchange weighs more at 8
     fp32 = [
         Case("cpu_ddp", nproc, 32, 100, 64_000),
@@ -106,10 +106,8 @@ def build(case, module, device, **fused):
 
 def generate(case, module, samples):
     """Return inputs and targets as the script generates them."""
-    if case.script == "cpu_ddp":
-        return module.generate_data(samples, 0)[:2]
-    if case.script == "synthetic_ddp":
-        return module.generate_data(samples, 0, True)
+    if case.script in GENERATED:
+        return module.generate_data(samples, 0, *[True] * (case.script == "synthetic_ddp"))[:2]
     return module.load_data(argparse.Namespace(fake_data=samples, seed=0), True)
 
 
@@ -191,6 +189,8 @@ def run_loop(name, case):
     device = torch.device("cuda", rank) if GPUS and case.script != "cpu_ddp" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = name == "compute"  # as in the scripts, not in the tutorials
+        torch.set_float32_matmul_precision("high" if name == "compute" else "highest")
     for step, epoch in enumerate(LOOPS[name](case, module, rank, device), 1):
         if step % case.log_every == 0:
             if device.type == "cuda":
@@ -350,7 +350,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="under 2 minutes: short rounds, small batches, float32")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each loop")
     parser.add_argument("--seconds", type=float, default=4, help="length of a measurement")
-    parser.add_argument("--nproc", type=int, default=GPUS or 2, help="processes")
+    parser.add_argument("--nproc", type=int, default=1 if GPUS else 2, help="processes")
     parser.add_argument("--json", metavar="FILE", help="write the medians to this file, too")
     parser.add_argument("--no-bars", action="store_true", help="exit with 0 even if a bar is missed")
     parser.add_argument("--loop", nargs=2, help=argparse.SUPPRESS)  # run one process of a loop: its name and the case

@@ -7,14 +7,13 @@ import re
 import signal
 
 import pytest
-import torch
-from helpers import GPUS, load_checkpoint, run, script_path, start
+from helpers import GPUS, difference, load_checkpoint, run, script_path, start
 
 if not GPUS:
     pytest.skip("requires a GPU (run on an emulated driver so far, not on real GPUs)", allow_module_level=True)
 
 ONE, ALL = ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for gpus in (GPUS[:1], GPUS))
-WARNING = r"\b(User)?Warning: "  # of strides, of devices, of a process group that was not destroyed
+WARNING = r"\b(UserW|W|w)(arning|ARNING): "  # of a barrier without a device, of strides; not FutureWarning
 LEARN = {  # flags that are enough to learn; batch size of all processes; least test accuracy
     "mnist_dp": (("--fake-data", "--lr", "2e-3"), 16, 0.7),
     "cifar10_ddp": (("--fake-data", "--lr", "0.6", "--epochs", "4"), 16, 0.5),
@@ -59,57 +58,52 @@ def test_data_parallel_on_all_gpus_and_on_the_last():
 
 
 STEP = "            step += 1\n"
-WAIT = """            while step == 7 and not signals:  # until this process, too, has received the signal
-                time.sleep(0.01)
+WAIT = """            while step == 3 and not signals:
+                print("waiting", flush=True)
+                time.sleep(0.1)
 """
-SAME = """            weights = sum(parameter.double().abs().sum().item() for parameter in model.parameters())
-            assert abs(all_reduce_sum(weights, device=device)[0] / world_size / weights - 1) < 1e-6
+COMPARE = """            for parameter in model.parameters():
+                dist.broadcast(first := parameter.detach().clone(), 0)
+                assert torch.allclose(first, parameter)
 """
 
 
-def distance(one, other):
-    """The norm of the difference between the weights of two checkpoints, relative to the norm of the weights."""
-    one, other = (torch.cat([tensor.double().flatten() for tensor in load_checkpoint(path)["model"].values()
-                             if tensor.is_floating_point()]) for path in (one, other))
-    return ((one - other).norm() / one.norm()).item()
+# Low learning rates: with other kernels, the result differs by 3 % of what training changes, not by 30 %.
+@pytest.mark.parametrize("script, launcher, lr", [
+    ("mnist_dp", "python", 1e-4), ("cifar10_ddp", "torchrun", 0.01), ("fashionmnist_ddp", "python", 3e-4),
+    ("synthetic_ddp", "torchrun", 0.05)])
+def test_stop_and_resume(script, launcher, lr, tmp_path):
+    """A copy waits in step 3 for the signal, and compares the weights of all GPUs after each step."""
+    count, text, synthetic = len(GPUS), script_path(script).read_text(), script == "synthetic_ddp"
+    (copy := tmp_path / "train.py").write_text(text.replace(STEP, STEP + WAIT + COMPARE * (script != "mnist_dp")))
+    flags = ("--samples" if synthetic else "--fake-data", 20 * count, "--epochs", 2, "--lr", lr, "--log-every", 0)
+    batch = ("--batch-size", 5 * count if script == "mnist_dp" else 5, "--checkpoint")
 
-
-@pytest.mark.parametrize("script, launcher", [("mnist_dp", "python"), ("cifar10_ddp", "torchrun"),
-                                              ("fashionmnist_ddp", "python"), ("synthetic_ddp", "torchrun")])
-def test_stop_and_resume(script, launcher, tmp_path):
-    """Weights are equal on all GPUs after each step, and in the end close to those of an uninterrupted run.
-
-    synthetic_ddp has neither dropout nor BatchNorm: also to those of one GPU, and it is resumed on fewer GPUs.
-    """
-    count, text, any_number = len(GPUS), script_path(script).read_text(), script == "synthetic_ddp"
-    flags = ("--samples" if any_number else "--fake-data", 45 * count, "--epochs", 2, "--log-every", 0, "--batch-size")
-    batch = 5 * count if script == "mnist_dp" else 5
-    assert text.count(STEP) == 1
-    (copy := tmp_path / "train.py").write_text(text.replace(STEP, STEP + WAIT + SAME * (script != "mnist_dp")))
-
-    def how(gpus):  # full float32, which depends less on the kernel that is chosen
+    def how(gpus):  # without TensorFloat-32
         env = {"CUDA_VISIBLE_DEVICES": ",".join(GPUS[:gpus]), "NVIDIA_TF32_OVERRIDE": 0}
         return {"launcher": launcher, "nproc": gpus, "env": env}
 
-    finish(script, *flags, batch, "--checkpoint", tmp_path / "whole", **how(count))
-    with start(copy, *flags, batch, "--checkpoint", tmp_path / "parts", **how(count)) as job:
-        job.wait_for("step 6/", timeout=200)
+    finish(script, *flags, *batch, tmp_path / "whole", **how(count))
+    with start(copy, *flags, *batch, tmp_path / "parts", **how(count)) as job:
+        job.wait_for("waiting", timeout=200)
         job.send(signal.SIGTERM)
         result = job.finish()
     assert result.status != 0 and not re.search(WARNING, result.text), result.text
-    assert load_checkpoint(tmp_path / "parts")["step"] == 7
-    finish(copy, *flags, batch, "--checkpoint", tmp_path / "parts", **how(max(1, count - any_number)))
-    assert distance(tmp_path / "parts", tmp_path / "whole") < 1e-3
-    if any_number:
-        finish(script, *flags, 5 * count, "--checkpoint", tmp_path / "one", **how(1))
-        assert distance(tmp_path / "whole", tmp_path / "one") < 1e-3
+    assert (stopped := load_checkpoint(tmp_path / "parts"))["step"] == 3
+    finish(copy, *flags, *batch, tmp_path / "parts", **how(max(1, count - synthetic)))  # on fewer GPUs, if the same
+    whole, parts = (load_checkpoint(tmp_path / name)["model"] for name in ("whole", "parts"))
+    for name, before in stopped["model"].items():
+        assert (parts[name] - whole[name]).float().norm() <= 0.3 * (whole[name] - before).float().norm(), name
+    if synthetic:
+        finish(script, *flags, "--batch-size", 5 * count, "--checkpoint", tmp_path / "one", **how(1))
+        assert difference(tmp_path / "whole", tmp_path / "one") < 1e-3
 
 
 @pytest.mark.parametrize("script, launcher", [("synthetic_ddp", "torchrun"), ("fashionmnist_ddp", "spawn")])
 def test_more_processes_than_gpus(script, launcher):
     result = run(script, *LEARN[script][0], launcher=launcher, nproc=len(GPUS) + 1, env=ALL)
-    lines = range(1, 2 if launcher == "spawn" else len(GPUS) + 2)  # torchrun: at most one of each process
-    assert result.status != 0 and len(result.errors) in lines and "GPUs" in result.errors[0], result.text
+    assert result.status != 0 and "GPUs" in result.errors[0], result.text
+    assert len(result.errors) <= (1 if launcher == "spawn" else len(GPUS) + 1)  # torchrun: one of each process
 
 
 def test_measure():
