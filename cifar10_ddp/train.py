@@ -7,9 +7,8 @@
     srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
     torchrun --standalone --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. With the
-same CPUs, torch, number of processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM,
-SIGINT or SIGHUP, it saves at the next log line and exits with status 1. Swin transformers are equal up to rounding.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes, with the
+weights of an uninterrupted run (Swin: nearly) on equal CPUs, torch, processes and threads. Signals stop and save it.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example of "A complete
 tutorial to run a distributed training on multiple nodes with Pytorch DDP".
@@ -126,7 +125,7 @@ def train(args):
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     signals, next_log = [], step + 1
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup python ignores SIGHUP
             signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
         # Order, learning rate, crops and flips depend on seed, epoch, step and rank alone: a resumed run repeats them
@@ -208,7 +207,7 @@ def save_checkpoint(path, state, **numbers):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older one is intact, if any")
 
 
 def load_checkpoint(path):
@@ -300,7 +299,8 @@ def all_reduce_sum(*numbers, device):
 
 def log(message):
     if dist.get_rank() == 0:
-        print(message, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal or pipe: the run goes on, and saves
+            print(message, flush=True)
 # --- end ---
 
 

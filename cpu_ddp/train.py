@@ -6,9 +6,8 @@
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 --kill-on-bad-exit=1 python train.py
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. With the
-same CPUs, torch, number of processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM,
-SIGINT or SIGHUP, it saves at the next log line and exits with status 1.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes, with the
+weights of an uninterrupted run if CPUs, torch, processes and threads are the same. A signal stops it at a log line.
 
 Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyTorch DDP in 5 Minutes (CPU)"
 (Kubernetes) of awsome-distributed-training.
@@ -83,7 +82,7 @@ def train(args):
 
     signals, next_log = [], step + 1
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup python ignores SIGHUP
             signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(step // steps_per_epoch, args.epochs):
         # The order depends on seed and epoch alone, and a resumed run repeats it. What fills no batch is dropped.
@@ -162,7 +161,7 @@ def save_checkpoint(path, state, **numbers):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older one is intact, if any")
 
 
 def load_checkpoint(path):
@@ -254,7 +253,8 @@ def all_reduce_sum(*numbers, device):
 
 def log(message):
     if dist.get_rank() == 0:
-        print(message, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal or pipe: the run goes on, and saves
+            print(message, flush=True)
 # --- end ---
 
 

@@ -7,9 +7,8 @@
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. With the
-same CPUs, torch, number of processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM,
-SIGINT or SIGHUP, it saves at the next log line and exits with status 1.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes, with the
+weights of an uninterrupted run if CPUs, torch, processes and threads are the same. A signal stops it at a log line.
 
 Follows the HPC.NRW guide "Distributed Data Parallel (DDP) with PyTorch on HPC".
 """
@@ -125,7 +124,7 @@ def train(args):
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     signals, next_log = [], step + 1
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup python ignores SIGHUP
             signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
         # Order, learning rate, flips and dropout depend on seed, epoch, step and rank alone: a resumed run repeats them
@@ -240,7 +239,7 @@ def save_checkpoint(path, state, **numbers):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older one is intact, if any")
 
 
 def load_checkpoint(path):
@@ -332,7 +331,8 @@ def all_reduce_sum(*numbers, device):
 
 def log(message):
     if dist.get_rank() == 0:
-        print(message, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal or pipe: the run goes on, and saves
+            print(message, flush=True)
 # --- end ---
 
 

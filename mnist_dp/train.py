@@ -119,7 +119,7 @@ def train(args):
     generators = [torch.cuda.default_generators[i] for i in device_ids] or [torch.default_generator]
     signals = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup python ignores SIGHUP
             signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(hash((args.seed, epoch))))
@@ -140,7 +140,7 @@ def train(args):
             loss_sum += loss.detach() * len(y)  # tensors: the CPU does not wait for the GPU
             correct += (logits.argmax(1) == y).sum()
             count += len(y)
-            if time.perf_counter() - log_time >= args.log_every or step % steps_per_epoch == 0:
+            if not signals and (time.perf_counter() - log_time >= args.log_every or step % steps_per_epoch == 0):
                 mean_loss, accuracy = loss_sum.item() / count, correct.item() / count  # item() waits for the GPU
                 steps_per_second = (step - log_step) / (time.perf_counter() - log_time)
                 log_step, log_time = step, time.perf_counter()
@@ -204,7 +204,7 @@ def save_checkpoint(path, state, **numbers):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older one is intact, if any")
 
 
 def load_checkpoint(path):

@@ -10,9 +10,8 @@
 With --model NAME, nothing is trained or saved: it measures training steps of that torchvision classifier on random
 images. The communication overhead is the part of a step that it takes longer than one without exchange of gradients.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes. With the
-same CPUs, torch, number of processes and threads, it ends with exactly the weights of an uninterrupted run. On SIGTERM,
-SIGINT or SIGHUP, it saves at the next log line and exits with status 1.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of processes, with the
+weights of an uninterrupted run if CPUs, torch, processes and threads are the same. A signal stops it at a log line.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple nodes with
 Pytorch DDP".
@@ -137,7 +136,7 @@ def train(args):
 
     signals, next_log = [], step + 1
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup python ignores SIGHUP
             signal.signal(signum, lambda signum, _: signals.append(signum))
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # resumed at an epoch's end: evaluate again
         # The order depends on seed and epoch alone, and a resumed run repeats it. What fills no batch is dropped.
@@ -219,7 +218,7 @@ def save_checkpoint(path, state, **numbers):
             os.replace(path, f"{path}.previous")
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older checkpoint is intact")
+        sys.exit(f"error: cannot save {path} ({error}): disk full, or another run? An older one is intact, if any")
 
 
 def load_checkpoint(path):
@@ -311,7 +310,8 @@ def all_reduce_sum(*numbers, device):
 
 def log(message):
     if dist.get_rank() == 0:
-        print(message, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal or pipe: the run goes on, and saves
+            print(message, flush=True)
 # --- end ---
 
 

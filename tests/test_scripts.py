@@ -46,6 +46,8 @@ def train_watched(script, checkpoint, nproc, stop=None):
                     steps.append(Step(torch.initial_seed(), state["optimizer"].param_groups[0]["lr"],
                                       [sample.numpy().tobytes() for sample in inputs[0].flatten(1)]))
                     if stop and stop[:2] == (rank, len(steps)):
+                        if stop[2] == signal.SIGHUP:  # the terminal is closed
+                            sys.stdout = argparse.Namespace(write=close)
                         os.kill(os.getpid(), stop[2])
             state["model"].register_forward_pre_hook(see)
             return restore(checkpoint, settings, state, total_steps)
@@ -59,6 +61,10 @@ def train_watched(script, checkpoint, nproc, stop=None):
     if script == "cifar10_ddp":
         flags += "--lr", 0.001 * 256 / 16  # it scales --lr by the global batch
     return train(script, *flags, nproc=1 if script == "mnist_dp" else nproc, setup=setup)
+
+
+def close(text):
+    raise BrokenPipeError
 
 
 def batches(ranks):
