@@ -4,7 +4,6 @@ the kernel ends every process of the lab when the test run ends, however it ends
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import shlex
@@ -18,28 +17,15 @@ INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
 APT = "apt-get install -y slurmctld slurmd slurm-client munge iproute2"
 FINAL = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
-# A machine's own root of every cgroup tree there is. $own/cgroups holds lines of mount point, type and options.
-MOUNT_CGROUPS = r"""
-mount_cgroups() {       # mount_cgroups SYS
-    [ -e /sys/fs/cgroup/cgroup.procs ] || mount -t tmpfs tmpfs "$1/fs/cgroup"       # v1: many trees side by side
-    while read -r at type options; do
-        mkdir -p "$1${at#/sys}"
-        mount -t "$type" -o "$options" cgroup "$1${at#/sys}"
-    done <"$own/cgroups"
-}
-"""
-
 # PID 1 of a machine: sets up its namespaces, starts its daemons, reaps orphans. Its arguments: the machine's name, its
 # folder, the lab's folder, and the daemons.
-INIT = MOUNT_CGROUPS + r"""set -e
+INIT = r"""set -e
 name=$1 own=$2 lab=$3
 shift 3
 mount --make-rprivate /
 mount -t proc proc /proc
 hostname "$name"
-mount -t sysfs sysfs "$own/sys"                         # /sys/class/net shows this machine's interfaces
-mount_cgroups "$own/sys"
-mount --move "$own/sys" /sys
+mount -t sysfs sysfs /sys                               # /sys/class/net shows this machine's interfaces
 for folder in /run /dev/shm; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
 chmod 1777 /dev/shm
 mkdir -p "$own/log/munge" "$own/log/slurm" "$own/munge" "$own/slurm/slurmctld" "$own/slurm/slurmd"
@@ -65,25 +51,20 @@ while :; do sleep 3600 & wait $!; done
 class Machine:
     """The head or a node."""
 
-    init = INIT
-
     def __init__(self, lab, name, address, daemons):
         self.lab, self.name, self.address, self.daemons = lab, name, address, daemons
         self.own = lab.root / name
-        (self.own / "sys").mkdir(parents=True)
-        self.cgroups = make_cgroups(f"{lab.root.name}/{name}")
-        (self.own / "cgroups").write_text("".join(f"{at} {kind} {options}\n" for _, at, kind, options in self.cgroups))
+        self.own.mkdir()
+
+    def command(self):
+        """What starts PID 1, and with it the daemons."""
+        return ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL",
+                "bash", "-c", INIT, "init", self.name, self.own, self.lab.root, *self.daemons]
 
     def boot(self):
-        """Start PID 1, and with it the daemons."""
         with open(self.own / "console.log", "ab") as log:
-            self.process = subprocess.Popen(
-                # the kernel kills the machine when this process dies, and all its processes when its PID 1 dies
-                ["setpriv", "--pdeathsig", "KILL", "bash", "-c",
-                 'while [ "$1" != -- ]; do echo $$ >"$1/cgroup.procs"; shift; done; shift; exec "$@"', "join",
-                 *(folder for folder, *_ in self.cgroups), "--",
-                 "unshare", "--net", "--uts", "--mount", "--ipc", "--cgroup", "--pid", "--fork", "--kill-child=KILL",
-                 "bash", "-c", self.init, "init", self.name, self.own, self.lab.root, *self.daemons],
+            self.process = subprocess.Popen(  # the kernel kills the machine when this process dies, and all its
+                ["setpriv", "--pdeathsig", "KILL", *self.command()],  # processes when its PID 1 dies
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         self.pid = self._first_child()
         self._plug_in()
@@ -93,9 +74,10 @@ class Machine:
     def _first_child(self):
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         for _ in range(500):
-            pids = children.read_text().split()
-            if pids and os.readlink(f"/proc/{pids[0]}/ns/net") != os.readlink("/proc/self/ns/net"):
-                return int(pids[0])
+            with contextlib.suppress(OSError):  # nspawn's helpers come and go
+                for pid in children.read_text().split():
+                    if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
+                        return int(pid)
             time.sleep(0.01)
         raise RuntimeError(f"{self.name} does not boot: {(self.own / 'console.log').read_text()}")
 
@@ -124,8 +106,7 @@ class Machine:
         self.process.wait(30)
 
     def inside(self, *command):
-        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--ipc", "--cgroup", "--pid",
-                *command]
+        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--ipc", "--pid", *command]
 
     def exec(self, command, timeout=30, check=True, env=None, cwd="/"):
         """Run a shell command on this machine and return its output, stderr included."""
@@ -137,28 +118,6 @@ class Machine:
         if check and done.returncode:
             raise AssertionError(f"on {self.name}, exit status {done.returncode}: {command}\n{done.stdout}")
         return done.stdout
-
-
-def make_cgroups(name):
-    """Make a folder in every cgroup tree; return a list of (folder, the tree's mount point, its type, its options)."""
-    made = []
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, at, kind, options, *_ = line.split()
-        if kind.startswith("cgroup") and at.startswith("/sys/fs/cgroup") and os.access(at, os.W_OK):
-            folder = Path(at)
-            for part in name.split("/"):
-                folder /= part
-                folder.mkdir(exist_ok=True)
-                for file in ("cpuset.cpus", "cpuset.mems"):     # v1: empty in a new folder
-                    if (folder / file).exists() and kind == "cgroup":
-                        (folder / file).write_text((folder.parent / file).read_text())
-            tree = [word for word in options.split(",") if word not in ("rw", "nosuid", "nodev", "noexec", "relatime")]
-            if kind == "cgroup2":
-                tree = ["rw"]
-            elif tree[0].startswith("name="):
-                tree = ["none", *tree]
-            made.append((folder, at, kind, ",".join(tree)))
-    return made
 
 
 class Network:
@@ -241,9 +200,8 @@ class Lab(Network):
         for name in ("gpu0", "gpu1"):  # counted by Slurm, never opened
             os.mknod(self.root / "dev" / name, 0o666 | 0o020000, os.makedev(1, 3))
         (etc / "gres.conf").write_text(f"Name=gpu File={self.root}/dev/gpu[0-1]\n")
-        cgroup = os.access("/sys/fs/cgroup/freezer", os.W_OK)  # v2 requires a systemd per node
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        settings = self.settings | {"ProctrackType": "proctrack/cgroup" if cgroup else "proctrack/linuxproc"}
+        settings = self.settings | {"ProctrackType": "proctrack/linuxproc"}  # cgroups v2 require a systemd per node
         lines = (etc / "slurm.conf").read_text().splitlines()
         lines = [line for line in lines if line.split("=")[0] not in (*settings, "PartitionName")]
         lines += [f"{key}={value}" for key, value in settings.items()]
@@ -289,42 +247,17 @@ class Lab(Network):
         return "\n".join(out)
 
 
-PREFIX = "slurm_lab."
-
-
 @contextlib.contextmanager
 def running(kind, nodes=3):
     """A Network that is up; afterwards nothing of it remains."""
-    for left in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        # FileNotFoundError: it is just being made, or removed; BlockingIOError: it is in use
-        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(left / "lock", "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(left)        # its test run was killed, and so were its processes; files remain
-    root = Path(tempfile.mkdtemp(prefix=PREFIX))
-    with open(root / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        root.chmod(0o755)
-        lab = kind(root, nodes)
+    with tempfile.TemporaryDirectory(prefix="slurm_lab.", ignore_cleanup_errors=True) as root:
+        os.chmod(root, 0o755)
+        lab = kind(Path(root), nodes)
         try:
             lab.up()
             yield lab
         finally:
             lab.down()
-            remove(root)
-
-
-def remove(root):
-    """Remove the cgroups and files of a lab that is down."""
-    cgroups = Path("/sys/fs/cgroup")
-    for top in (cgroups / root.name, *cgroups.glob(f"*/{root.name}")):
-        for folder, _, _ in os.walk(top, topdown=False):
-            for _ in range(100):
-                try:
-                    os.rmdir(folder)
-                    break
-                except OSError:     # its last process is still dying
-                    time.sleep(0.05)
-    shutil.rmtree(root, ignore_errors=True)
 
 
 def why_not():
@@ -333,7 +266,7 @@ def why_not():
         return "needs root: sudo env PATH=$PATH python -m pytest tests"
     if missing := [p for p in ("slurmctld", "slurmd", "sbatch", "munged", "ip") if not shutil.which(p)]:
         return f"needs {missing[0]}: {APT}"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--ipc", "--cgroup", "--pid", "--fork",
+    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork",
                             "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, timeout=20)
     if probe.returncode:
         return f"needs namespaces, in a container `docker run --privileged`: {probe.stderr.strip()}"

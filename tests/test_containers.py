@@ -9,7 +9,7 @@ import sys
 
 import kubernetes_lab as lab
 import pytest
-from helpers import ROOT, SCRIPTS
+from helpers import ROOT, SCRIPTS, difference, train
 
 FOLDER = ROOT / "containers/kubernetes"
 TEMPLATES = sorted(path.name for path in FOLDER.glob("*.yaml-template"))
@@ -176,7 +176,7 @@ def test_a_job_completes_after_the_loss_of_a_pod(cluster, template, script, epoc
     assert {start[:2] for start in starts_of(pods)} == {(len(pods), 1)}, "as many threads as the limit allows"
 
 
-def test_pods_come_back_or_are_lost_for_good_and_the_global_batch_stays(cluster):
+def test_pods_come_back_or_are_lost_for_good_and_the_global_batch_stays(cluster, tmp_path):
     documents = rendered("pytorchjob.yaml-template", NUM_NODES=3, EPOCHS=50, ARGS="--batch-size=11 --save-every=2")
     assert documents[0]["spec"]["runPolicy"]["backoffLimit"] == 60
     pods = cluster.apply(wait_briefly(documents))
@@ -194,6 +194,8 @@ def test_pods_come_back_or_are_lost_for_good_and_the_global_batch_stays(cluster)
     assert_learned(cluster, pods[:2], "job", "cpu_ddp")
     assert not any(pod.restarts for pod in pods), "pods continue when another one is lost"
     assert starts_of(pods)[-1][0] == 2 and cluster.checkpoint("job")["global_batch"] == 33
+    train("cpu_ddp", "--epochs", 50, "--batch-size", 33, "--checkpoint", tmp_path / "undisturbed")
+    assert difference(cluster.claim / "job.pt", tmp_path / "undisturbed") < 1e-5
 
 
 def test_a_job_that_cannot_work_is_failed_and_explains_itself_until_then(cluster):

@@ -1,5 +1,5 @@
-"""slurm/install-slurm.sh on copies of this machine in namespaces. What a copy writes to its disk is gone when it ends;
-everything else is real, systemd included. The machine's own Slurm and /etc stay untouched."""
+"""slurm/install-slurm.sh on copies of this machine, by systemd-nspawn. What a copy writes to its disk is gone when it
+ends; everything else is real, systemd included. The machine's own Slurm and /etc stay untouched."""
 
 import os
 import shlex
@@ -8,58 +8,27 @@ import subprocess
 import time
 
 import pytest
-from slurm_lab import INSTALL, MOUNT_CGROUPS, Machine, Network, running, why_not
+from slurm_lab import INSTALL, Machine, Network, running, why_not
 
-# PID 1 of a copy: this machine's disk under a layer in memory. Its arguments are those of slurm_lab.INIT, but for the
-# first "daemon", which is the kind of machine.
-COPY = MOUNT_CGROUPS + r"""
-set -e
-name=$1 own=$2 kind=$4
-mount --make-rprivate /
-mount -t tmpfs tmpfs "$own/disk"
-cd "$own/disk"
-mkdir written work root
-mount -t overlay -o "lowerdir=/,upperdir=$PWD/written,workdir=$PWD/work" overlay root
-cd root
-rm -rf etc/slurm/{slurm,gres,cgroup}.conf var/l*/slurm/*/* var/log/slurm/* run
-mkdir run
-mount -t proc proc proc
-mount -t sysfs sysfs sys
-mount_cgroups sys
-mount -t tmpfs -o mode=755 tmpfs dev
-for device in null zero full random urandom tty; do touch dev/$device; mount --bind /dev/$device dev/$device; done
-mkdir dev/pts dev/shm
-mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts
-ln -s pts/ptmx dev/ptmx
-mount -t tmpfs -o mode=1777 tmpfs dev/shm
-ln -s /proc/self/fd dev/fd
-mount -t tmpfs -o mode=755 tmpfs run
-mkdir run/lock run/old
-hostname "$name"
-echo "$name" >etc/hostname                      # systemd reads it
-echo 127.0.0.1 localhost >etc/hosts             # nobody resolves the machine's own name
-sed -i 's/^hosts:.*/hosts: files/' etc/nsswitch.conf
-read -r _                                       # the cable is plugged in
-ip link set lo up
-pivot_root . run/old
-cd /
-umount -l /run/old
-rmdir /run/old
-if [ "$kind" = systemd ]; then
-    exec env -i container=lxc PATH="$PATH" \
-        /lib/systemd/systemd --unit=basic.target systemd.mask=systemd-tmpfiles-setup.service
-fi
-touch /run/up
-while :; do sleep 3600 & wait $!; done
+COPY = """set -e
+for folder in /run /tmp; do mount -t tmpfs tmpfs $folder; done  # nspawn's own files
+mkdir /run/root
+mount --bind / /run/root
+exec systemd-nspawn --quiet --register=no --keep-unit --link-journal=no --directory=/run/root --volatile=overlay \
+    --private-network "$@"
+"""
+PREPARE = """mkdir -p /run/lock
+rm -rf /etc/slurm/*.conf /var/l*/slurm/*/* /var/log/slurm/*
+echo 127.0.0.1 localhost >/etc/hosts  # nobody resolves the machine's own name
+sed -i 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf
 """
 
 
 class Copy(Machine):
-    init = COPY
-
-    def __init__(self, lab, name, address, daemons):
-        super().__init__(lab, name, address, [lab.kind])
-        (self.own / "disk").mkdir()
+    def command(self):
+        boot = ["--boot", "systemd.unit=basic.target", f"systemd.hostname={self.name}"]
+        plain = [f"--hostname={self.name}", "--as-pid2", "sleep", "infinity"]
+        return ["unshare", "--mount", "bash", "-c", COPY, "copy", *(boot if self.lab.kind == "systemd" else plain)]
 
     def install(self, check=True):
         shutil.copy(INSTALL, f"/proc/{self.pid}/root/run/")
@@ -78,19 +47,20 @@ class Copies(Network):
 
     def up(self):
         super().up()
-        up = "systemctl is-system-running" if self.kind == "systemd" else "cat /run/up"
+        up = "systemctl is-system-running" if self.kind == "systemd" else "pgrep -x sleep && echo running"
         for machine in self.machines:
             end = time.monotonic() + 60
-            while machine.exec(up, check=False).strip() not in ("", "running", "degraded"):
+            while machine.exec(up, check=False).split()[-1:] not in (["running"], ["degraded"]):
                 assert time.monotonic() < end, (machine.own / "console.log").read_text()
                 time.sleep(0.1)
+            machine.exec(PREPARE)
 
 
 def copies(kind="plain", nodes=0):
     if reason := why_not():
         pytest.skip(reason)
-    if kind == "systemd" and not os.path.exists("/lib/systemd/systemd"):
-        pytest.skip("needs systemd: apt-get install -y systemd dbus")
+    if not shutil.which("systemd-nspawn"):
+        pytest.skip("needs systemd-nspawn: apt-get install -y systemd-container dbus")
     return running(lambda root, nodes: Copies(kind, nodes, root), nodes)
 
 
@@ -132,7 +102,7 @@ if [ "${{0##*/}}" = scp ]; then
     to=${{*: -1}}
     cp "${{@:1:$#-1}}" "/proc/$(enter "${{to%%:*}}")/root${{to#*:}}"
 else
-    exec nsenter --target "$(enter "$1")" --net --uts --mount --ipc --cgroup --pid bash -c "$2"
+    exec nsenter --target "$(enter "$1")" --net --uts --mount --ipc --pid bash -c "$2"
 fi
 """
 APT_GET = """#!/bin/sh

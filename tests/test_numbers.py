@@ -107,16 +107,17 @@ def test_pixels():
 
 
 def test_measured_steps(capfd):
-    """synthetic_ddp --model: the step with exchange has the gradients of all ranks. The first two steps are slow."""
+    """synthetic_ddp --model: a step with exchange has the gradients of all ranks, and takes as long as the slowest's."""
     def setup(module, rank):
-        steps = []
-        module.models.get_model = lambda name, weights: nn.Sequential(nn.Flatten(), nn.Linear(192, 1000))
-        module.time = Namespace(perf_counter=lambda: 4 * len(steps) + 96 * min(2, len(steps)), sleep=time.sleep)
-        watch(torch.optim.SGD, "step", lambda sgd: steps.append(sgd.param_groups[0]["params"][0].grad.sum().item()))
-        return steps
-    flags = ("--model", "resnet18", "--image-size", 8, "--batch-size", 2, "--steps", 1)
+        sums, seconds = [], [100, 100, 2, 2, 2, 2 + 2 * rank, 3]  # 5 steps to warm up, one with and one without exchange
+        module.time = Namespace(perf_counter=lambda: sum(seconds[:len(sums)]), sleep=time.sleep)
+        watch(torch.optim.SGD, "step", lambda sgd: sums.append(sgd.param_groups[0]["params"][0].grad.sum().item()))
+        return sums
+    flags = ("--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2, "--steps", 1)
     (one, *_), (other, *_) = train("synthetic_ddp", *flags, nproc=2, setup=setup)
-    assert one[-2] == other[-2] and one[-1] != other[-1] and "step 4000.0 ms" in capfd.readouterr().out
+    assert one[-2] == other[-2] and one[-1] != other[-1]
+    assert 100 < int(re.search(r"1.0 images/s  step 4000.0 ms, without exchange 3000.0 ms  .* overhead 25.0 %  gradients "
+                               r"4.9 MB  peak memory of rank 0 ([\d,]+) MB", capfd.readouterr().out)[1].replace(",", ""))
 
 
 def test_helpers(tmp_path, monkeypatch):

@@ -104,6 +104,7 @@ def test_stopped_and_resumed_on_other_numbers_of_processes(whole, tmp_path, capf
         assert all(code not in (0, None) for _, code, _ in ranks) and f"step {step}" in ranks[0][1]
         assert {len(steps) for steps, *_ in ranks} == {stop[1]} and load_checkpoint(tmp_path / "run.pt")["step"] == step
         assert min(end for *_, end in ranks) > (tmp_path / "run.pt").stat().st_mtime - 0.1
+    assert load_checkpoint(tmp_path / "run.pt.previous")["step"] == lives[-2][-1]
     ((_, code, _),) = ranks = train_watched(script, tmp_path / "run.pt", 1)
     assert code == 0 and seen + batches(ranks) == batches(undisturbed)
     assert difference(tmp_path / "run.pt", path) < 1e-5

@@ -148,18 +148,6 @@ def test_a_step_of_each_family_of_classifiers(name):
     assert one == other != 0  # the mean of their gradients
 
 
-def test_measure():
-    """synthetic_ddp --model: numbers that fit together, whatever the machine's speed."""
-    result = run("synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2, "--steps", 3,
-                 launcher="torchrun", nproc=2)
-    numbers = re.search(r".* images/s  step .*", result.text.replace(",", ""))[0]
-    speed, step, alone, overhead, gradients, _, memory = map(float, re.findall(r"[\d.]+", numbers))
-    assert speed == pytest.approx(2 * 2 * 1000 / step, rel=0.02)  # 2 processes, 2 images each
-    assert overhead == pytest.approx(100 * (1 - alone / step), abs=2)
-    assert gradients == pytest.approx(1_235_496 * 4 / 1e6, rel=0.02)  # squeezenet1_1's parameters, 4 bytes each
-    assert 100 < memory < 2000
-
-
 # --- precision ---
 def test_bfloat16(tmp_path):
     """8 bits of mantissa change the weights, but not much."""
