@@ -66,18 +66,19 @@ class Machine:
             self.process = subprocess.Popen(  # the kernel kills the machine when this process dies, and all its
                 ["setpriv", "--pdeathsig", "KILL", *self.command()],  # processes when its PID 1 dies
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
-        self.pid = self._first_child()
+        self.pid = self._first_process()
         self._plug_in()
         self.process.stdin.write(b"\n")
         self.process.stdin.close()
 
-    def _first_child(self):
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+    def _first_process(self):
         for _ in range(500):
-            with contextlib.suppress(OSError):  # nspawn's helpers come and go
-                for pid in children.read_text().split():
-                    if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
-                        return int(pid)
+            with contextlib.suppress(OSError):  # helpers come and go
+                for pid in (pids := [self.process.pid]):
+                    if all(os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+                           for kind in ("net", "pid")):
+                        return pid
+                    pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
             time.sleep(0.01)
         raise RuntimeError(f"{self.name} does not boot: {(self.own / 'console.log').read_text()}")
 

@@ -28,7 +28,8 @@ class Copy(Machine):
     def command(self):
         boot = ["--boot", "systemd.unit=basic.target", f"systemd.hostname={self.name}"]
         plain = [f"--hostname={self.name}", "--as-pid2", "sleep", "infinity"]
-        return ["unshare", "--mount", "bash", "-c", COPY, "copy", *(boot if self.lab.kind == "systemd" else plain)]
+        return ["unshare", "--mount-proc", "--pid", "--fork", "--kill-child=KILL",
+                "bash", "-c", COPY, "copy", *(boot if self.lab.kind == "systemd" else plain)]
 
     def install(self, check=True):
         shutil.copy(INSTALL, f"/proc/{self.pid}/root/run/")
