@@ -24,9 +24,7 @@ import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import ROOT, free_port
+from helpers import ROOT, Job, free_port
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, transforms
@@ -200,49 +198,29 @@ def run_loop(name, case):
 
 
 # --- the measurement ---
-class Job:
+class Loop(Job):
     """The processes of one loop. A context manager that kills them at the end."""
 
     def __init__(self, command, nproc):
-        self.output, self.steps = [], []  # other lines; (time, epoch, step) of each step line
-        self.start, self.ready = time.perf_counter(), None  # seconds from start until the first step begins
+        self.steps = []  # (time, epoch, step) of each step line
         env = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nproc),
                             "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": str(max(1, CORES // nproc))}
-        read, write = os.pipe()
-        self.processes = [
-            subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=write,
-                             stderr=write, start_new_session=True)
-            for rank in range(nproc)]
-        os.close(write)
-        self.reader = threading.Thread(target=self.read, args=[open(read)], daemon=True)
-        self.reader.start()
-
-    def read(self, pipe):
-        for line in pipe:
-            now = time.perf_counter()
-            if match := re.match(r"epoch (\d+)/\S+  step (\d+)/", line):
-                self.steps.append((now, int(match[1]), int(match[2])))
-            else:
-                self.output.append(line)
-                if "| torch" in line:  # the script's header
-                    self.ready = now - self.start
+        super().__init__([command] * nproc,
+                         [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)])
 
     def signal(self, signum):
         for process in self.processes:  # each has a process group, with the workers of its DataLoader
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signum)
 
-    def wait_for(self, condition):
+    def run_until(self, condition):
+        """Run, and read the step lines, until condition() is true; then stop."""
+        self.signal(signal.SIGCONT)
         while not condition():
-            if any(process.poll() is not None for process in self.processes):
-                self.signal(signal.SIGKILL)
-                self.reader.join()
-                sys.exit(f"error: {' '.join(self.processes[0].args)} ended:\n{''.join(self.output)}")
-            time.sleep(0.02)
-
-    def pause(self):
-        """Stop after the first step line."""
-        self.wait_for(lambda: self.steps)
+            assert self.running(), f"ended:\n{self.text}"
+            time.sleep(0.005)
+            now, lines = time.perf_counter(), re.findall(r"^epoch (\d+)/\S+  step (\d+)/.*\n", self.text, re.MULTILINE)
+            self.steps += [(now, int(epoch), int(step)) for epoch, step in lines[len(self.steps):]]
         self.signal(signal.SIGSTOP)
 
     def measure(self, seconds):
@@ -250,10 +228,8 @@ class Job:
         def pairs():
             return [(b[0] - a[0], b[2] - a[2]) for a, b in itertools.pairwise(self.steps[first:]) if a[1] == b[1]]
 
-        first = len(self.steps)
-        self.signal(signal.SIGCONT)  # the first line comes early: a part of its steps were done before
-        self.wait_for(lambda: sum(pair[0] for pair in pairs()) >= seconds)
-        self.signal(signal.SIGSTOP)
+        first = len(self.steps)  # the first line comes early: a part of its steps were done before
+        self.run_until(lambda: sum(pair[0] for pair in pairs()) >= seconds)
         seconds, steps = map(sum, zip(*pairs()))
         return steps / seconds
 
@@ -261,33 +237,28 @@ class Job:
         """Return the peak resident memory of rank 0."""
         return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self.processes[0].pid}/status").read_text())[1]) / 1024
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.signal(signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
-
 
 def measure(case, rounds, seconds):
     """Return the row of a case: a list of one value per round for each key."""
     with contextlib.ExitStack() as stack:
-        jobs = {"script": stack.enter_context(Job(case.command(), case.nproc))}
-        jobs["script"].pause()  # the others start later, and do not slow down its start
+        start = time.perf_counter()
+        loops = {"script": stack.enter_context(Loop(case.command(), case.nproc))}
+        loops["script"].wait_for(r"\| torch", timeout=600)  # its header
+        first_step = time.perf_counter() - start
+        loops["script"].run_until(lambda: loops["script"].steps)  # the others start later, and do not slow its start
         for name in LOOPS:
             command = [sys.executable, __file__, "--loop", name, json.dumps(case)]
-            jobs[name] = stack.enter_context(Job(command, case.nproc))
+            loops[name] = stack.enter_context(Loop(command, case.nproc))
         for name in LOOPS:
-            jobs[name].pause()
-        rates = {name: [] for name in jobs}
+            loops[name].run_until(lambda: loops[name].steps)
+        rates = {name: [] for name in loops}
         for number in range(rounds):
-            for name in [*jobs][number % 3:] + [*jobs][:number % 3]:
-                rates[name].append(jobs[name].measure(seconds))
+            for name in [*loops][number % 3:] + [*loops][:number % 3]:
+                rates[name].append(loops[name].measure(seconds))
         return {"images_per_s": [rate * case.batch_size * case.nproc for rate in rates["script"]],
                 "vs_tutorial": [ours / theirs for ours, theirs in zip(rates["script"], rates["tutorial"])],
                 "vs_ceiling": [ours / alone for ours, alone in zip(rates["script"], rates["compute"])],
-                "peak_mb": [jobs["script"].peak_mb()], "first_step_s": [jobs["script"].ready]}
+                "peak_mb": [loops["script"].peak_mb()], "first_step_s": [first_step]}
 
 
 def measure_model(case, rounds):
@@ -295,10 +266,8 @@ def measure_model(case, rounds):
     row = {"images_per_s": [], "vs_tutorial": [], "vs_ceiling": [], "peak_mb": [], "first_step_s": []}
     pattern = r"([\d.,]+) images/s .* overhead ([-\d.]+) % .* ([\d,]+) MB$"
     for _ in range(rounds):
-        with Job(case.command(), case.nproc) as job:
-            job.reader.join()
-            match = re.search(pattern, "".join(job.output), re.MULTILINE)
-            job.wait_for(lambda: match)
+        with Loop(case.command(), case.nproc) as loop:
+            match = re.search(pattern, loop.finish(600).text, re.MULTILINE)
         speed, overhead, peak = (float(number.replace(",", "")) for number in match.groups())
         for key, number in zip(("images_per_s", "vs_ceiling", "peak_mb"), (speed, 1 - overhead / 100, peak)):
             row[key].append(number)
