@@ -14,14 +14,12 @@ import time
 from pathlib import Path
 
 INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
-APT = "apt-get install -y slurmctld slurmd slurm-client munge iproute2"
 FINAL = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 # PID 1 of a machine: sets up its namespaces, starts its daemons, reaps orphans. Its arguments: the machine's name, its
-# folder, the lab's folder, and the daemons.
+# folder, the lab's folder.
 INIT = r"""set -e
 name=$1 own=$2 lab=$3
-shift 3
 mount --make-rprivate /
 mount -t proc proc /proc
 hostname "$name"
@@ -37,13 +35,14 @@ mount --bind "$own/slurm" /var/lib/slurm
 mount --bind "$lab/key" /etc/munge
 mount --bind "$lab/etc" /etc/slurm
 mount --bind "$lab/hosts" /etc/hosts
-mount --bind "$lab/nsswitch.conf" /etc/nsswitch.conf    # files only: unknown names fail at once
+sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"$own/nsswitch.conf"
+mount --bind "$own/nsswitch.conf" /etc/nsswitch.conf    # unknown names fail at once
 read -r _                                               # the cable is plugged in
 ip link set lo up
 install -d -o munge -g munge -m 755 /run/munge
 runuser -u munge -- munged
 unset SLURM_CONF
-for daemon in "$@"; do "$daemon"; done                  # they return when they listen
+if [ "$name" = head ]; then slurmctld; else slurmd; fi  # they return when they listen
 while :; do sleep 3600 & wait $!; done
 """
 
@@ -51,15 +50,15 @@ while :; do sleep 3600 & wait $!; done
 class Machine:
     """The head or a node."""
 
-    def __init__(self, lab, name, address, daemons):
-        self.lab, self.name, self.address, self.daemons = lab, name, address, daemons
+    def __init__(self, lab, name, address):
+        self.lab, self.name, self.address = lab, name, address
         self.own = lab.root / name
         self.own.mkdir()
 
     def command(self):
         """What starts PID 1, and with it the daemons."""
         return ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL",
-                "bash", "-c", INIT, "init", self.name, self.own, self.lab.root, *self.daemons]
+                "bash", "-c", INIT, "init", self.name, self.own, self.lab.root]
 
     def boot(self):
         with open(self.own / "console.log", "ab") as log:
@@ -106,14 +105,12 @@ class Machine:
         self.process.kill()
         self.process.wait(30)
 
-    def inside(self, *command):
-        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--ipc", "--pid", *command]
-
     def exec(self, command, timeout=30, check=True, env=None, cwd="/"):
         """Run a shell command on this machine and return its output, stderr included."""
         base = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         done = subprocess.run(
-            self.inside("timeout", "--kill-after=5", str(timeout), "bash", "-c", 'cd "$0" && eval "$1"', cwd, command),
+            ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--ipc", "--pid",
+             "timeout", "--kill-after=5", str(timeout), "bash", "-c", 'cd "$0" && eval "$1"', cwd, command],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             timeout=timeout + 15, env=base | {name: str(value) for name, value in (env or {}).items()})
         if check and done.returncode:
@@ -137,8 +134,7 @@ class Network:
     def up(self):
         self.folder.mkdir()
         for name, address in self.addresses.items():
-            daemon = "slurmd" if self.machines else "slurmctld"
-            self.machines.append(self.machine(self, name, address, [daemon]))
+            self.machines.append(self.machine(self, name, address))
             self.machines[-1].boot()
 
     @property
@@ -175,9 +171,6 @@ class Lab(Network):
         self._configure()
         (self.root / "hosts").write_text("127.0.0.1 localhost\n" + "".join(
             f"{address} {name}\n::ffff:{address} {name}\n" for name, address in self.addresses.items()))
-        nsswitch = Path("/etc/nsswitch.conf").read_text().splitlines()
-        (self.root / "nsswitch.conf").write_text(
-            "".join("hosts: files\n" if line.startswith("hosts:") else f"{line}\n" for line in nsswitch))
         super().up()
         states, deadline = None, time.monotonic() + 60
         while states != {"idle"}:
@@ -242,10 +235,7 @@ class Lab(Network):
         return f"{self.sh(f'scontrol show job {job}', check=False)}\n{self.output(job)[-6000:]}\n{self.logs()}"
 
     def logs(self):
-        out = []
-        for log in sorted(self.root.glob("*/log/slurm/*.log")) + sorted(self.root.glob("*/console.log")):
-            out += [f"---- {log}", *log.read_text(errors="replace").splitlines()[-15:]]
-        return "\n".join(out)
+        return "\n".join(f"---- {log}\n{log.read_text(errors='replace')[-2000:]}" for log in self.root.rglob("*.log"))
 
 
 @contextlib.contextmanager
@@ -266,7 +256,7 @@ def why_not():
     if os.geteuid() != 0:
         return "needs root: sudo env PATH=$PATH python -m pytest tests"
     if missing := [p for p in ("slurmctld", "slurmd", "sbatch", "munged", "ip") if not shutil.which(p)]:
-        return f"needs {missing[0]}: {APT}"
+        return f"needs {missing[0]}: apt-get install -y slurmctld slurmd slurm-client munge iproute2"
     probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork",
                             "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, timeout=20)
     if probe.returncode:

@@ -44,16 +44,40 @@ def version(folder):
     return subprocess.check_output([folder / "bin/python", "-c", "import tiny; print(tiny.version)"], text=True).strip()
 
 
-# --- create-venv.sh ---
-def test_venv_is_completed_and_follows_the_requirements(project, environment):
-    """It begins as one that was interrupted: without pip, and without the file that venv writes last."""
-    slurm, folder = project / "slurm", project / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
-    (folder / "bin/activate").unlink()
+CONDA = f"""#!/usr/bin/env bash
+# No conda can be had here: this records its arguments and makes a venv.
+echo "$*" >>"$0.calls"
+case $* in
+    "create --yes --prefix "*) {sys.executable} -m venv --clear "$4" ;;
+    "run --prefix "*) [[ -d $3 ]] && CONDA_PREFIX=$3 "${{@:4}}" ;;
+esac
+"""
+
+
+def assert_follows_the_requirements(script, folder, env):
     for requirement in "1.0", "2.0":
-        (slurm / "requirements.txt").write_text(f"tiny=={requirement}\n")
-        done = bash(slurm / "create-venv.sh", env=environment)
+        (script.parent / "requirements.txt").write_text(f"tiny=={requirement}\n")
+        done = bash(script, env=env)
         assert done.returncode == 0 and version(folder) == requirement, done.stderr
+
+
+def test_venv_is_completed(project, environment):
+    """It begins as one that was interrupted: without pip, and without the file that venv writes last."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True, timeout=60)
+    (project / ".venv/bin/activate").unlink()
+    assert_follows_the_requirements(project / "slurm/create-venv.sh", project / ".venv", environment)
+
+
+def test_conda_environment_is_made_once(project, environment, tmp_path):
+    script, conda = project / "slurm/create-conda-env.sh", tmp_path / "micromamba"
+    environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    done = bash(script, env=environment)
+    assert done.returncode != 0 and done.stderr.startswith("error: ") and "Miniforge" in done.stderr
+    conda.write_text(CONDA)
+    conda.chmod(0o755)
+    assert_follows_the_requirements(script, project / ".conda", environment)
+    calls = re.findall("^create --yes --prefix (.*)", Path(f"{conda}.calls").read_text(), re.MULTILINE)
+    assert calls == [f"{project}/.conda --override-channels --channel conda-forge python=3.12 pip"]
 
 
 @pytest.mark.parametrize("lack, remedy", [("sys.version_info = (3, 9, 1)", "Python 3.10"),
@@ -65,28 +89,3 @@ def test_python_that_cannot(lack, remedy, project, environment):
     done = bash(project / "slurm/create-venv.sh", env=environment | {"PYTHON": str(project / "python")})
     assert done.returncode != 0 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert remedy in done.stderr and not (project / ".venv").exists()
-
-
-# --- create-conda-env.sh: no conda can be had here, so a stand-in records its arguments and makes a venv ---
-STAND_IN = f"""#!/usr/bin/env bash
-echo "$*" >>"$0.calls"
-case $* in
-    "create --yes --prefix "*) {sys.executable} -m venv --clear "$4" ;;
-    "run --prefix "*) [[ -d $3 ]] && CONDA_PREFIX=$3 "${{@:4}}" ;;
-esac
-"""
-
-
-def test_conda_environment_is_made_once(project, environment, tmp_path):
-    script, folder, conda = project / "slurm/create-conda-env.sh", project / ".conda", tmp_path / "micromamba"
-    environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
-    done = bash(script, env=environment)
-    assert done.returncode != 0 and done.stderr.startswith("error: ") and "Miniforge" in done.stderr
-    conda.write_text(STAND_IN)
-    conda.chmod(0o755)
-    for requirement in "1.0", "2.0":
-        (project / "slurm/requirements.txt").write_text(f"tiny=={requirement}\n")
-        done = bash(script, env=environment)
-        assert done.returncode == 0 and version(folder) == requirement, done.stderr
-    calls = re.findall("^create.*", Path(f"{conda}.calls").read_text(), re.MULTILINE)
-    assert calls == [f"create --yes --prefix {folder} --override-channels --channel conda-forge python=3.12 pip"]

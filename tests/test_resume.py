@@ -17,8 +17,6 @@ import pytest
 import torch
 from helpers import assert_equal, load_checkpoint, load_script, run, script_path, start, train
 
-RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # as the README says for torchrun's restarts
-
 # --- kills. With dropout (fashionmnist, mnist), with BatchNorm (cifar10), on 1 to 4 processes ---
 RUNS = {  # of 20 kills, how many; how; flags
     "mnist_dp, python": (6, {}, ("--fake-data", 320, "--batch-size", 32, "--epochs", 6)),
@@ -121,8 +119,9 @@ def test_torchrun_restarts_a_killed_worker(tmp_path):
     assert text.count(step) == 1
     slower = f"{step}            time.sleep(0.1 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n"
     (tmp_path / "train.py").write_text(text.replace(step, slower))
-    with start(tmp_path / "train.py", *flags, tmp_path / "run.pt", launcher="torchrun", env=RESTARTS,
-               options=("--standalone", "--nproc-per-node=2", "--max-restarts=3")) as job:
+    with start(tmp_path / "train.py", *flags, tmp_path / "run.pt", launcher="torchrun",
+               options=("--standalone", "--nproc-per-node=2", "--max-restarts=3"),
+               env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}) as job:  # as the README says for restarts
         job.wait_for("step 40/")
         os.kill(max(job.workers()), signal.SIGKILL)
         result = job.finish()
