@@ -121,14 +121,14 @@ def test_model_is_torchvisions_and_takes_upsampled_images(name):
 
 
 FAMILIES = ("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
-            "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18",
-            "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11", "vit_b_16",
+            "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf",
+            "resnet18", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11", "vit_b_16",
             "wide_resnet50_2")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_of_each_family_of_classifiers(name):
-    """On 2 processes. Wrapping the model in DDP changes no weights, buffers or random numbers, and leaves no gradients."""
+    """On 2 processes. wrap_ddp changes no weights, buffers or random numbers, and leaves no gradients."""
     cifar10_ddp = load_script("cifar10_ddp")
     model, size = cifar10_ddp.build_model(name)
 
