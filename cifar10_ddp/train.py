@@ -43,7 +43,7 @@ def parse_args():
         help="a classifier of torchvision.models (default %(default)s, for which the recipe is tuned)")
     add("--lr", type=at_least(0.0), default=0.1, help="peak learning rate of SGD per 256 images (default %(default)s)")
     add("--seed", type=at_least(0), default=0, help="seed of all random numbers (default %(default)s)")
-    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and CPUs without AMX")
+    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and on many CPUs")
     add("--data-dir", default="data", help="folder of the data set, downloaded if missing (default %(default)s)")
     add("--fake-data", type=at_least(1), nargs="?", const=512, metavar="N", help="train on N generated images")
     add("--checkpoint", type=os.path.realpath, metavar="FILE", help="to save to and resume from (default: none)")

@@ -37,7 +37,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=32, help="samples per process and step (default %(default)s)")
     add("--lr", type=at_least(0.0), default=0.02, help="initial learning rate of SGD (default %(default)s)")
     add("--seed", type=at_least(0), default=0, help="seed of data, weights and order (default %(default)s)")
-    add("--bf16", action="store_true", help="bfloat16; slow on CPUs without AMX")
+    add("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
     add("--samples", type=at_least(1), default=2048, help="samples to generate (default %(default)s)")
     add("--checkpoint", type=os.path.realpath, metavar="FILE", help="to save to and resume from (default: none)")
     add("--save-every", type=at_least(1), default=10, metavar="EPOCHS", help="between saves (default %(default)s)")

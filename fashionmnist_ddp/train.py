@@ -40,7 +40,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=64, help="images per process and step (default %(default)s)")
     add("--lr", type=at_least(0.0), default=3e-3, help="peak learning rate of Adam (default %(default)s)")
     add("--seed", type=at_least(0), default=0, help="seed of weights, order, flips and dropout (default %(default)s)")
-    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and CPUs without AMX")
+    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and on many CPUs")
     add("--nproc", type=at_least(1), help="processes that python starts (default: one per GPU)")
     add("--data-dir", default="data", help="folder of the data set, downloaded if missing (default %(default)s)")
     add("--fake-data", type=at_least(1), nargs="?", const=512, metavar="N", help="train on N generated images")

@@ -36,7 +36,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=128, help="images per step, over all GPUs (default %(default)s)")
     add("--lr", type=at_least(0.0), default=1e-3, help="initial learning rate of Adam (default %(default)s)")
     add("--seed", type=at_least(0), default=0, help="seed of weights, order and dropout (default %(default)s)")
-    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and CPUs without AMX")
+    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and on many CPUs")
     add("--device-ids", type=gpu_numbers, metavar="0,1", help="GPUs (default: all)")
     add("--data-dir", default="data", help="folder of the data set, downloaded if missing (default %(default)s)")
     add("--fake-data", type=at_least(1), nargs="?", const=512, metavar="N", help="train on N generated images")

@@ -43,7 +43,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=32, help="samples per process and step (default %(default)s)")
     add("--lr", type=at_least(0.0), default=0.01, help="initial learning rate of Adam (default %(default)s)")
     add("--seed", type=at_least(0), default=0, help="seed of data, weights and order (default %(default)s)")
-    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and CPUs without AMX")
+    add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and on many CPUs")
     add("--samples", type=at_least(1), default=2048, help="samples to generate (default %(default)s)")
     add("--model", choices=models.list_models(module=models), metavar="NAME",
         help="measure this classifier of torchvision.models instead, for example resnet50")
