@@ -16,8 +16,7 @@ from pathlib import Path
 INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
 FINAL = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
-# PID 1 of a machine: sets up its namespaces, starts its daemons, reaps orphans. Its arguments: the machine's name, its
-# folder, the lab's folder.
+# PID 1 of a machine: sets up its namespaces, starts its daemons, reaps orphans.
 INIT = r"""set -e
 name=$1 own=$2 lab=$3
 mount --make-rprivate /
@@ -62,8 +61,9 @@ class Machine:
 
     def boot(self):
         with open(self.own / "console.log", "ab") as log:
-            self.process = subprocess.Popen(  # the kernel kills the machine when this process dies, and all its
-                ["setpriv", "--pdeathsig", "KILL", *self.command()],  # processes when its PID 1 dies
+            # The kernel kills the machine when this process dies, and all its processes when its PID 1 dies.
+            self.process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *self.command()],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         self.pid = self._first_process()
         self._plug_in()
@@ -155,6 +155,7 @@ class Lab(Network):
     cores = {}  # of a node, if not 4
     settings = {
         "SlurmdParameters": "config_overrides", "TaskPlugin": "task/none",      # accept these CPUs and this memory
+        "ProctrackType": "proctrack/linuxproc",         # cgroups v2 require a systemd per node
         "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE",
         "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
         "SlurmdTimeout": "10", "KillWait": "15",        # a lost node is down sooner, and what hangs is killed sooner
@@ -166,8 +167,7 @@ class Lab(Network):
                   "high Nodes=ALL DefaultTime=30 PriorityTier=10 PreemptMode=OFF")
 
     def up(self):
-        for folder in ("etc", "key"):
-            (self.root / folder).mkdir()
+        (self.root / "key").mkdir()
         self._configure()
         (self.root / "hosts").write_text("127.0.0.1 localhost\n" + "".join(
             f"{address} {name}\n::ffff:{address} {name}\n" for name, address in self.addresses.items()))
@@ -193,10 +193,9 @@ class Lab(Network):
             path.chmod(0o700)
         (etc / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")  # counted, never opened
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        settings = self.settings | {"ProctrackType": "proctrack/linuxproc"}  # cgroups v2 require a systemd per node
         lines = (etc / "slurm.conf").read_text().splitlines()
-        lines = [line for line in lines if line.split("=")[0] not in (*settings, "PartitionName")]
-        lines += [f"{key}={value}" for key, value in settings.items()]
+        lines = [line for line in lines if line.split("=")[0] not in (*self.settings, "PartitionName")]
+        lines += [f"{key}={value}" for key, value in self.settings.items()]
         lines += [f"PartitionName={partition} MaxTime=INFINITE State=UP" for partition in self.partitions]
         (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
 
