@@ -123,8 +123,8 @@ def test_model_is_torchvisions_and_takes_upsampled_images(name):
 
 FAMILIES = ("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
             "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf",
-            "resnet18", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11", "vit_b_16",
-            "wide_resnet50_2")
+            "resnet18", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11",
+            "vit_b_16", "wide_resnet50_2")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
