@@ -1,23 +1,36 @@
 #!/usr/bin/env bash
 # Make a conda environment for the scripts, or update it from requirements.txt beside this file.
 #
-# usage: bash slurm/create-conda-env.sh [--name NAME | --prefix DIR]     (--prefix .conda, beside slurm/)
+# usage: bash slurm/create-conda-env.sh [--name NAME | --prefix DIR]     (--prefix .conda)
 #
-# Uses conda, mamba or micromamba. Running it again is harmless. Python comes from the channel conda-forge,
-# PyTorch from pip: its authors publish no conda packages since version 2.6.
+# The default, .conda beside slurm/, is what the sbatch files use where no environment is active.
+# Uses conda, mamba or micromamba. Running it again is harmless. Python comes from the channel
+# conda-forge, PyTorch from pip: its authors publish no conda packages since version 2.6.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-[[ $# -gt 0 ]] || set -- --prefix "$(dirname "$here")/.conda"
+if [[ $# = 0 ]]; then
+    set -- --prefix "$(dirname "$here")/.conda"
+fi
 
 # Where conda is a shell function, which a script does not see, these variables name the program.
-conda=$(type -P conda mamba micromamba "${CONDA_EXE:-}" "${MAMBA_EXE:-}" | head -n 1) || true
-[[ -n $conda ]] ||
-    { echo "error: requires conda: load its module, or install Miniforge or Miniconda from its own site" >&2; exit 1; }
+programs=(conda mamba micromamba "${CONDA_EXE:-}" "${MAMBA_EXE:-}" ~/miniforge3/bin/conda)
+conda=$(type -P "${programs[@]}" | head -n 1) || true
+if [[ -z $conda ]]; then
+    url=https://github.com/conda-forge/miniforge/releases/latest/download
+    installer=Miniforge3-$(uname)-$(uname -m).sh
+    cat >&2 <<END
+error: requires conda: load its module, or install Miniforge in your home by these two commands:
+    curl -fLO $url/$installer
+    bash $installer -b
+END
+    exit 1
+fi
 
 prefix() {  # the folder of the environment; fails where it is not complete
     local folder
-    folder=$("$conda" run "$@" printenv CONDA_PREFIX) && [[ -x $folder/bin/python ]] && echo "$folder"
+    folder=$("$conda" run "$@" printenv CONDA_PREFIX) || return
+    [[ -x $folder/bin/python ]] && echo "$folder"
 }
 if ! folder=$(prefix "$@" 2>/dev/null); then
     "$conda" create --yes "$@" --override-channels --channel conda-forge python=3.12 pip

@@ -3,19 +3,24 @@
 #
 # usage: [PYTHON=python3.12] bash slurm/create-venv.sh [DIR]     (DIR: .venv beside slurm/)
 #
-# Running it again is harmless, and completes an interrupted run. pip reads its own variables: for the smaller
-# CPU-only wheels, set PIP_EXTRA_INDEX_URL to the index that PyTorch's "Get Started" page names.
+# Running it again is harmless, and completes an interrupted run. pip reads its own variables. For
+# the smaller CPU-only wheels, set PIP_EXTRA_INDEX_URL to the index that is named on PyTorch's page
+# "Get Started".
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
 venv=${1:-$(dirname "$here")/.venv}
 
+die() { echo "error: $*" >&2; exit 1; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    { echo "error: requires Python 3.10 or newer: install one and name it, as in PYTHON=python3.12" >&2; exit 1; }
+    die "requires Python 3.10 or newer: install one and name it, as in PYTHON=python3.12"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    { echo "error: requires Python's venv module: apt-get install python3-venv" >&2; exit 1; }
+    die "requires Python's venv module: apt-get install python3-venv"
+
 echo "installing $here/requirements.txt in $venv: the first time takes some minutes"
-[[ -e $venv/bin/activate ]] || "$python" -m venv "$venv"    # which writes that file last
+if [[ ! -e $venv/bin/activate ]]; then      # which venv writes last
+    "$python" -m venv "$venv"
+fi
 "$venv/bin/python" -m pip install --quiet -r "$here/requirements.txt"
 echo "$venv is ready: source $venv/bin/activate"
