@@ -4,7 +4,7 @@ import os
 import random
 
 import pytest
-import helpers  # noqa: F401  finds the GPUs before they are hidden
+import processes  # noqa: F401  finds the GPUs before they are hidden
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all but test_gpu.py runs on the CPU
 

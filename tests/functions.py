@@ -1,0 +1,69 @@
+"""Call the functions of a script in this process, or in forked ones, which start at once."""
+
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+import time
+
+import torch
+from processes import clean_environment, free_port
+from scripts import script_path
+
+
+def load_script(script):
+    """A script as a module, to call one of its functions."""
+    spec = importlib.util.spec_from_file_location(script, script_path(script))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fork(nproc, function, timeout=120):
+    """Call function(rank) in nproc processes that have the variables of torchrun, and return what they return.
+
+    A forked process does not import torch, which takes seconds.
+    """
+    import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
+    port = free_port()
+
+    def call(rank):
+        torch.set_num_threads(1)  # OpenMP's threads are not forked
+        torch.seed()  # another state in each process
+        for signum in (signal.SIGINT, signal.SIGHUP):  # nohup and a shell's & ignore them
+            signal.signal(signum, signal.SIG_DFL)
+        env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                                OMP_NUM_THREADS=1)
+        os.environ.clear()
+        os.environ.update(env)
+        torch.save(function(rank), f"{folder}/{rank}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.start_processes(call, nprocs=nproc, join=False, start_method="fork")
+        end = time.monotonic() + timeout
+        try:
+            while not context.join(max(0, end - time.monotonic())):  # raises what a process has raised
+                assert time.monotonic() < end, f"still running after {timeout} s"
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(nproc)]
+
+
+def train(script, *flags, nproc=1, setup=lambda module, rank: None):
+    """Call a script's train() in forked processes, after setup(module, rank).
+
+    Return for each rank what setup has returned, the argument of sys.exit or 0, and the time of the end.
+    """
+    module = load_script(script)
+
+    def call(rank):
+        sys.argv, result = ["train.py", *map(str, flags)], setup(module, rank)
+        try:
+            getattr(module, "main", lambda: module.train(module.parse_args()))()
+        except SystemExit as error:
+            return result, error.code, time.time()
+        return result, 0, time.time()
+
+    return fork(nproc, call)
