@@ -367,17 +367,26 @@ def log(message):
 # --- shared: images ---
 def download(dataset, args):
     """Download a data set of torchvision to --data-dir unless it is there, or exit."""
-    timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(60)  # seconds: for a server that does not answer
+    if args.fake_data:
+        return
     try:
-        if not args.fake_data:
+        with socket_timeout(60):
             dataset(args.data_dir, download=True)
-            dataset(args.data_dir, train=False)
+        dataset(args.data_dir, train=False)
     except Exception as error:
         sys.exit(f"error: no {dataset.__name__} in {args.data_dir} ({error!r}): "
                  "delete it if damaged; or --fake-data")
+
+
+@contextlib.contextmanager
+def socket_timeout(seconds):
+    """Fail if a server does not answer for so long."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
     finally:
-        socket.setdefaulttimeout(timeout)
+        socket.setdefaulttimeout(before)
 
 
 def fake_images(count, shape, seed, train_set):
