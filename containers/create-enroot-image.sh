@@ -3,22 +3,27 @@
 #
 # usage: bash create-enroot-image.sh [IMAGE [OUTPUT]]
 #
-#   IMAGE    docker://[HOST#]NAME:TAG, dockerd://NAME:TAG or podman://NAME:TAG (default: the official PyTorch image)
+#   IMAGE    docker://[HOST#]NAME:TAG, dockerd://NAME:TAG or podman://NAME:TAG
+#            (default: the official PyTorch image)
 #   OUTPUT   the file to write (default: pytorch.sqsh)
 #
-# Requires enroot (github.com/NVIDIA/enroot), for users other than root with its capabilities (package enroot+caps), and
-# for the official image about 20 GB of free space in ENROOT_TEMP_PATH (default: /tmp) and ENROOT_CACHE_PATH.
+# Requires enroot (github.com/NVIDIA/enroot). Users other than root require its capabilities
+# (package enroot+caps). The official image requires about 20 GB of free space in
+# ENROOT_TEMP_PATH (default: /tmp) and ENROOT_CACHE_PATH.
 set -euo pipefail
 
 image=${1:-docker://pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime}
 output=${2:-pytorch.sqsh}
 
-if [[ $image == podman://* ]]; then # enroot removes its container with `docker rm`, which fails without docker
-    docker() { podman "$@"; }
+# For podman://, enroot removes its container with `docker rm`, which fails without docker.
+if [[ $image == podman://* ]]; then
+    docker() {
+        podman "$@"
+    }
     export -f docker
 fi
 
-# Written beside the old image, which is replaced once the new one is complete
+# Written beside the old image, which is replaced once the new one is complete.
 partial=$output.$$
 trap 'rm -f "$partial"' EXIT
 enroot import --output "$partial" "$image"
