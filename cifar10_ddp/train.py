@@ -51,7 +51,8 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 
-def parse_args():
+def parse_args(flags=None):
+    """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -79,7 +80,7 @@ def parse_args():
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints")
     add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: every step")
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="to wait for others")
-    return parser.parse_args()
+    return parser.parse_args(flags)
 
 
 # ---- A copy edits the code from here to train(): names, model, optimizer, data, loss. ----
@@ -203,11 +204,15 @@ def transforms(args, train_set):
     return v2.Compose(steps)
 
 
+def normalize(images):
+    """Return uint8 images as floats, of about mean 0 and deviation 1 for photographs."""
+    return images.sub(115.0).div_(57.0).to(memory_format=torch.channels_last)
+
+
 def loss_and_correct(model, images, labels):
     """Return the sum of the images' losses, and how many are classified correctly, as tensors."""
     smoothing = 0.1 if model.training else 0.0
-    images = images.sub(115.0).div_(57.0)  # about the mean and deviation of pixels of photographs
-    logits = model(images.to(memory_format=torch.channels_last))
+    logits = model(normalize(images))
     loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
     return loss, (logits.argmax(1) == labels).sum()
 
