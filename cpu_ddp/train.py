@@ -142,6 +142,7 @@ def train(args):
         f"torch {torch.__version__} | global batch {global_batch} of {len(x)} {SAMPLES}"
         f"{f', {parts} parts per process' if parts > 1 else ''} | steps {step} to {total_steps}")
 
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     progress = Progress(args, state, settings, global_batch, step, total_steps, device)
     for epoch in range(step // steps_per_epoch, args.epochs):
         # The order and dropout, if any, depend on seed, epoch, step and part: a resume repeats them
@@ -159,7 +160,7 @@ def train(args):
                 indices = batch[first::parts * world_size]
                 torch.default_generator.manual_seed(hash((args.seed, step, first)))
                 ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
-                with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                with autocast:
                     loss = loss_of(ddp_model, x[indices], y[indices])
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
                 loss_sum += loss.detach()

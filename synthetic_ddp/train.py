@@ -149,6 +149,7 @@ def train(args):
     generator = torch.default_generator
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index]
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     progress = Progress(args, state, settings, global_batch, step, total_steps, device)
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
@@ -167,7 +168,7 @@ def train(args):
                 indices = batch[first::parts * world_size]
                 generator.manual_seed(hash((args.seed, step, first)))
                 ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
-                with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                with autocast:
                     loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
                 loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
