@@ -13,15 +13,15 @@ from scripts import script_path
 
 
 def load_script(script):
-    """A script as a module, to call one of its functions."""
-    spec = importlib.util.spec_from_file_location(script, script_path(script))
+    """Return a script as a module, to call one of its functions."""
+    spec = importlib.util.spec_from_file_location(str(script), script_path(script))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def fork(nproc, function, timeout=120):
-    """Call function(rank) in nproc processes that have the variables of torchrun, and return what they return.
+    """Call function(rank) in nproc processes with torchrun's variables. Return what they return.
 
     A forked process does not import torch, which takes seconds.
     """
@@ -33,17 +33,18 @@ def fork(nproc, function, timeout=120):
         torch.seed()  # another state in each process
         for signum in (signal.SIGINT, signal.SIGHUP):  # nohup and a shell's & ignore them
             signal.signal(signum, signal.SIG_DFL)
-        env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                                OMP_NUM_THREADS=1)
+        env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc,
+                                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=1)
         os.environ.clear()
         os.environ.update(env)
         torch.save(function(rank), f"{folder}/{rank}")
 
     with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.start_processes(call, nprocs=nproc, join=False, start_method="fork")
+        context = torch.multiprocessing.start_processes(call, nprocs=nproc, join=False,
+                                                        start_method="fork")
         end = time.monotonic() + timeout
         try:
-            while not context.join(max(0, end - time.monotonic())):  # raises what a process has raised
+            while not context.join(max(0, end - time.monotonic())):  # raises what one has raised
                 assert time.monotonic() < end, f"still running after {timeout} s"
         finally:
             for process in context.processes:
@@ -51,19 +52,40 @@ def fork(nproc, function, timeout=120):
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(nproc)]
 
 
-def train(script, *flags, nproc=1, setup=lambda module, rank: None):
-    """Call a script's train() in forked processes, after setup(module, rank).
+def no_setup(module, rank):
+    """Change nothing in the script."""
 
-    Return for each rank what setup has returned, the argument of sys.exit or 0, and the time of the end.
+
+def train(script, *flags, nproc=1, setup=no_setup):
+    """Run a script's main() in forked processes, after setup(module, rank).
+
+    Return for each rank: what setup has returned, the argument of sys.exit or 0, and the time of
+    the end.
     """
     module = load_script(script)
 
     def call(rank):
-        sys.argv, result = ["train.py", *map(str, flags)], setup(module, rank)
+        sys.argv = ["train.py", *map(str, flags)]
+        result = setup(module, rank)
+        code = 0
         try:
-            getattr(module, "main", lambda: module.train(module.parse_args()))()
+            if hasattr(module, "main"):
+                module.main()
+            else:
+                module.train(module.parse_args())
         except SystemExit as error:
-            return result, error.code, time.time()
-        return result, 0, time.time()
+            code = error.code
+        return result, code, time.time()
 
     return fork(nproc, call)
+
+
+def watch(place, name, see):
+    """Replace a function of an object by one that calls see(*arguments) before it."""
+    function = getattr(place, name)
+
+    def watched(*arguments, **options):
+        see(*arguments)
+        return function(*arguments, **options)
+
+    setattr(place, name, watched)

@@ -1,11 +1,72 @@
 """The scripts, and how the tests run them: a new script is added here."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("cpu_ddp", "mnist_dp", "cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp")
+
+
+class Script(NamedTuple):
+    """How the tests run a script."""
+
+    learn: tuple[str, ...]  # flags that are enough to learn in one epoch, with batch_size
+    batch_size: int  # for that: of each process; of the only process where there is one
+    least_accuracy: float  # on the test set, after that
+    smoke_runs: tuple[tuple[str, int], ...]  # of the smoke test: launcher, number of processes
+    data_flag: str  # the flag that takes the number of generated samples
+    loss_function: str = "loss_and_correct"  # the function that calls the model
+    several_processes: bool = True
+
+    @property
+    def has_images(self):
+        """Whether the script trains on images, or on generated images for --fake-data."""
+        return self.data_flag == "--fake-data"
+
+
+SCRIPTS = {
+    "cpu_ddp": Script(
+        learn=("--lr", "0.05"),
+        batch_size=16,
+        least_accuracy=0.0,  # it is a regression: test_smoke.py reads its largest error
+        smoke_runs=(("python", 1), ("torchrun", 2)),
+        data_flag="--samples",
+        loss_function="loss_of",
+    ),
+    "mnist_dp": Script(
+        learn=("--fake-data", "--lr", "2e-3"),
+        batch_size=16,
+        least_accuracy=0.7,
+        smoke_runs=(("python", 1),),
+        data_flag="--fake-data",
+        several_processes=False,
+    ),
+    "cifar10_ddp": Script(
+        learn=("--fake-data", "192", "--lr", "0.6"),
+        batch_size=4,
+        least_accuracy=0.3,
+        smoke_runs=(("torchrun", 2),),  # the slowest: under one launcher
+        data_flag="--fake-data",
+    ),
+    "fashionmnist_ddp": Script(
+        learn=("--fake-data",),
+        batch_size=8,
+        least_accuracy=0.5,
+        smoke_runs=(("python", 1), ("torchrun", 2), ("srun", 2), ("spawn", 2)),
+        data_flag="--fake-data",
+    ),
+    "synthetic_ddp": Script(
+        learn=("--lr", "0.05"),
+        batch_size=16,
+        least_accuracy=0.85,
+        smoke_runs=(("torchrun", 2), ("srun", 2)),
+        data_flag="--samples",
+    ),
+}
+DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.several_processes]
 
 
 def script_path(script):
-    """cpu_ddp, or the path of a copy, as a path."""
-    return ROOT / script / "train.py" if script in SCRIPTS else Path(script)
+    """Return the path of a script's file. script is a name, as cpu_ddp, or the path of a copy."""
+    if script in SCRIPTS:
+        return ROOT / script / "train.py"
+    return Path(script)
