@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers import ROOT, load_checkpoint
+from checkpoints import load_checkpoint
+from scripts import ROOT
 
 DEBIAN_PACKAGES = {
     "buildah": "buildah",

@@ -6,7 +6,7 @@ import subprocess
 
 import kubernetes_lab as lab
 import pytest
-from helpers import ROOT, SCRIPTS
+from scripts import ROOT, SCRIPTS
 
 # --- create-enroot-image.sh ---
 # Enroot has no Debian package: a stand-in writes the name of the image into the file. As Enroot
