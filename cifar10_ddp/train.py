@@ -67,7 +67,7 @@ def parse_args(flags=None):
     add("--image-size", type=at_least(1), metavar="PIXELS",
         help="height and width; None: 224, and 32 for resnet18 on CIFAR-10")
     add("--workers", type=at_least(0), default=2, help="processes that load images, per process")
-    add("--lr", type=at_least(0.0), default=0.1, help="peak learning rate of SGD per 256 images")
+    add("--lr", type=at_least(0.0), default=0.2, help="peak learning rate of SGD per 256 images")
     add("--seed", type=at_least(0), default=0, help="seed of all random numbers")
     add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and many CPUs")
     add("--data-dir", default="data", help="folder of CIFAR-10, downloaded if missing")
@@ -102,8 +102,11 @@ def build_model(args, classes, global_batch, device):
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     model.to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * global_batch / 256, momentum=0.9,
-                                nesterov=True, weight_decay=5e-4, fused=True)
+    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": weights, "weight_decay": 5e-4}, {"params": others}]  # biases, norms
+    optimizer = torch.optim.SGD(groups, lr=args.lr * global_batch / 256, momentum=0.9,
+                                nesterov=True, fused=True)
     # To clip gradients:
     # optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     return model, optimizer
