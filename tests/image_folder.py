@@ -1,0 +1,83 @@
+"""Write small folders of images, and edited copies of cifar10_ddp, for their tests."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from scripts import script_path
+from torchvision.transforms.v2.functional import to_pil_image
+
+CLASSES = ["cat", "dog"]
+TINY = ("--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.01, "--log-every", 0)
+
+
+def write_images(folder, train=12, val=5, size=40):
+    """Write so many images of each part, of the classes in turn, and return the folder.
+
+    The red of an image says which part it is of, and the green which class: see part_and_label.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", train), ("val", val)):
+        for number in range(count):
+            label = number % len(CLASSES)
+            image = torch.randint(40, (3, size, size), generator=generator)
+            image[0] += 200 * (part == "val")
+            image[1] += 200 * label
+            image[2] += 15 * number
+            suffix = "png" if number % 4 == 0 else "jpg"
+            path = folder / part / CLASSES[label] / f"{number}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            to_pil_image(image.to(torch.uint8)).save(path)
+    return folder
+
+
+def part_and_label(image):
+    """Return of which part and class an image (3, H, W) of write_images is."""
+    red, green, _ = image.float().mean((1, 2)).tolist()
+    part = "val" if red > 120 else "train"
+    label = 1 if green > 120 else 0
+    return part, label
+
+
+def edited_copy(folder, *edits):
+    """Write a copy of cifar10_ddp to folder, edited by pairs (old text, new text). Return it."""
+    text = script_path("cifar10_ddp").read_text()
+    for old, new in edits:
+        count = text.count(old)
+        assert count == 1, f"cifar10_ddp/train.py must have this text once, not {count} times:\n{old}"
+        text = text.replace(old, new)
+    path = Path(folder) / "train.py"
+    path.write_text(text)
+    return path
+
+
+def print_to(path):
+    """Append what this process and its children print to the file at path."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w")  # pytest has replaced them
+    sys.stderr = open(2, "w")
+
+
+def living(pids):
+    """Return those of the processes that have not ended."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX":  # a zombie has ended
+            found.append(pid)
+    return found
+
+
+def left_after(seconds, find):
+    """Return the processes that find() still finds after so long, or none as soon as it does."""
+    end = time.monotonic() + seconds
+    while find() and time.monotonic() < end:
+        time.sleep(0.1)
+    return find()
