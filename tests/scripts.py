@@ -16,6 +16,8 @@ class Script(NamedTuple):
     data_flag: str  # the flag that takes the number of generated samples
     loss_function: str = "loss_and_correct"  # the function that calls the model
     several_processes: bool = True
+    has_test_set: bool = True
+    no_children: tuple[str, ...] = ()  # flags with which it starts no processes of its own
 
     @property
     def has_images(self):
@@ -31,6 +33,7 @@ SCRIPTS = {
         smoke_runs=(("python", 1), ("torchrun", 2)),
         data_flag="--samples",
         loss_function="loss_of",
+        has_test_set=False,
     ),
     "mnist_dp": Script(
         learn=("--fake-data", "--lr", "2e-3"),
@@ -46,6 +49,7 @@ SCRIPTS = {
         least_accuracy=0.3,
         smoke_runs=(("torchrun", 2),),  # the slowest: under one launcher
         data_flag="--fake-data",
+        no_children=("--workers", "0"),
     ),
     "fashionmnist_ddp": Script(
         learn=("--fake-data",),
@@ -63,6 +67,8 @@ SCRIPTS = {
     ),
 }
 DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.several_processes]
+IMAGE_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_images]
+TESTED_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_test_set]
 
 
 def script_path(script):
