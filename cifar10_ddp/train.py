@@ -108,7 +108,9 @@ def build_model(args, classes, global_batch, device):
     optimizer = torch.optim.SGD(groups, lr=args.lr * global_batch / 256, momentum=0.9,
                                 nesterov=True, fused=True)
     # To clip gradients:
-    # optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    # def clip(*_):
+    #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # optimizer.register_step_pre_hook(clip)
     return model, optimizer
 
 

@@ -67,7 +67,9 @@ def build_model(args):
     model = nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     # To clip gradients:
-    # optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    # def clip(*_):
+    #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # optimizer.register_step_pre_hook(clip)
     return model, optimizer
 
 

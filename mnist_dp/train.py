@@ -90,7 +90,9 @@ def build_model(args, device):
     model = CNN(args.bf16).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     # To clip gradients:
-    # optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    # def clip(*_):
+    #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # optimizer.register_step_pre_hook(clip)
     return model, optimizer
 
 

@@ -79,7 +79,9 @@ def build_model(args, device):
     model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     # To clip gradients:
-    # optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    # def clip(*_):
+    #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # optimizer.register_step_pre_hook(clip)
     return model, optimizer
 
 
