@@ -2,7 +2,8 @@
 
 A story is a function that submits a job, disturbs it, and returns its id. All stories run side by
 side; the tests look at what they left behind. The checkpoint of a job is compared bit for bit with
-that of the same training outside Slurm.
+that of the same training outside Slurm. Some stories are such a training, and return its
+checkpoint.
 
 Jobs that are disturbed run a copy of cpu_ddp that sleeps in each step, so that there is time to do
 it.
@@ -10,6 +11,7 @@ it.
 
 import difflib
 import os
+import random
 import re
 import shlex
 import shutil
@@ -19,12 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-import torch
 from checkpoints import assert_equal, load_checkpoint
 from processes import run
-from scripts import ROOT, SCRIPTS, script_path
+from scripts import ROOT, SCRIPTS
 from slurm_lab import Lab, running, why_not
-from torchvision.io import write_png
 
 FILES = (
     "cifar10",
@@ -135,31 +135,12 @@ def stories(lab, request):
     named = set()
     for item in request.session.items:
         named.update(item.fixturenames)
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(7) as pool:
         started = {}
         for name, function in STORIES.items():
             if name in named:
                 started[name] = pool.submit(function, lab)
         yield started
-
-
-@pytest.fixture(scope="module")
-def outside(tmp_path_factory):
-    """outside(script, flags, nproc) is the checkpoint of that training outside Slurm."""
-    folder = tmp_path_factory.mktemp("outside")
-    known = {}
-
-    def train(script, flags, nproc):
-        key = (script, flags, nproc)
-        if key not in known:
-            path = folder / f"{len(known)}.pt"
-            result = run(script, *flags, "--checkpoint", path, launcher="srun", nproc=nproc,
-                         timeout=600, env={"OMP_NUM_THREADS": 1})
-            assert result.status == 0, f"the training outside Slurm failed:\n{result.text}"
-            known[key] = path
-        return known[key]
-
-    return train
 
 
 # --- what stories use ---
@@ -175,9 +156,18 @@ def submit(lab, file, *args, options=(), nodes="c1,c2", cwd=None, **variables):
     return lab.sbatch(exclude, *options, file, *args, env=variables, cwd=cwd)
 
 
+def train_outside(lab, script, flags, nproc, name):
+    """Train without Slurm, and return the path of the checkpoint."""
+    path = lab.root / f"{name}.pt"
+    result = run(lab.folder / script / "train.py", *flags, "--checkpoint", path, launcher="srun", nproc=nproc, timeout=900,
+                 env={"OMP_NUM_THREADS": 1})
+    assert result.status == 0, f"the training outside Slurm failed:\n{result.text}"
+    return path
+
+
 def changed(lab, name, old, new, script="cpu_ddp"):
     """Write a copy of a script with a change, and return its path, for SCRIPT=."""
-    text = script_path(script).read_text()
+    text = (lab.folder / script / "train.py").read_text()
     assert text.count(old) == 1, f"{script}/train.py has {text.count(old)} times {old!r}, not once"
     path = lab.folder / f"changed_for_{name}.py"
     path.write_text(text.replace(old, new))
@@ -292,13 +282,18 @@ def lost_nodes(lab):
     return job
 
 
+@story
+def long_run(lab):
+    return train_outside(lab, "cpu_ddp", LONG, 2, "long_run")
+
+
 def test_job_whose_nodes_are_lost_resumes_on_others(lab, lost_nodes):
     assert_restarts(lab, lost_nodes, 2)
     assert_each_life_made_progress(lab, lost_nodes)
 
 
-def test_job_whose_nodes_were_lost_has_the_same_weights(lab, lost_nodes, outside):
-    assert_same_weights(lab, lost_nodes, outside("cpu_ddp", LONG, 2))
+def test_job_whose_nodes_were_lost_has_the_same_weights(lab, lost_nodes, long_run):
+    assert_same_weights(lab, lost_nodes, long_run)
 
 
 @story
@@ -332,8 +327,8 @@ def test_job_at_its_time_limit_is_requeued_and_resumes(lab, time_limit):
     assert_each_life_made_progress(lab, time_limit)
 
 
-def test_job_that_reached_its_time_limit_has_the_same_weights(lab, time_limit, outside):
-    assert_same_weights(lab, time_limit, outside("cpu_ddp", LONG, 2))
+def test_job_that_reached_its_time_limit_has_the_same_weights(lab, time_limit, long_run):
+    assert_same_weights(lab, time_limit, long_run)
 
 
 @story
@@ -358,8 +353,8 @@ def test_preempted_job_is_requeued_and_resumes(lab, preempted):
     assert_each_life_made_progress(lab, preempted)
 
 
-def test_preempted_job_has_the_same_weights(lab, preempted, outside):
-    assert_same_weights(lab, preempted, outside("cpu_ddp", LONG, 2))
+def test_preempted_job_has_the_same_weights(lab, preempted, long_run):
+    assert_same_weights(lab, preempted, long_run)
 
 
 @story
@@ -384,8 +379,8 @@ def test_completed_task_of_an_array_is_not_started_again(lab, array):
     assert_restarts(lab, f"{array}_0", 0)
 
 
-def test_stopped_task_of_an_array_has_the_same_weights(lab, array, outside):
-    assert_same_weights(lab, f"{array}_1", outside("cpu_ddp", LONG, 2))
+def test_stopped_task_of_an_array_has_the_same_weights(lab, array, long_run):
+    assert_same_weights(lab, f"{array}_1", long_run)
 
 
 @story
@@ -405,9 +400,14 @@ import torch
     return job
 
 
-def test_job_preempted_before_training_is_requeued(lab, preempted_before_training, outside):
+@story
+def long_run_of_one(lab):
+    return train_outside(lab, "cpu_ddp", LONG, 1, "long_run_of_one")
+
+
+def test_job_preempted_before_training_is_requeued(lab, preempted_before_training, long_run_of_one):
     assert_restarts(lab, preempted_before_training, 1)
-    assert_same_weights(lab, preempted_before_training, outside("cpu_ddp", LONG, 1))
+    assert_same_weights(lab, preempted_before_training, long_run_of_one)
 
 
 @story
@@ -415,39 +415,45 @@ def image_folder(lab):
     """A folder of images, read by processes of a DataLoader, and preempted once."""
     write_images(lab.folder / "images")
     script = slow(lab, "image_folder", script="cifar10_ddp")
-    job = submit(lab, "cifar10", *image_flags(lab), "--workers", 2, nodes="c10",
-                 options=["--cpus-per-task=2"], SCRIPT=script)
+    flags = (*image_flags(lab.folder / "images"), "--workers", 2)
+    job = submit(lab, "cifar10", *flags, nodes="c10", options=["--cpus-per-task=2"], SCRIPT=script)
     wait_for_steps(lab, job, steps=3)
     preempt(lab, "c10", job)
     lab.wait(job, "COMPLETED")
     return job
 
 
-def image_flags(lab):
-    return ("--image-folder", lab.folder / "images", "--image-size", 32, "--batch-size", 4,
-            "--epochs", 4, "--save-every", 1000, "--log-every", 0)
+@story
+def image_folder_run(lab):
+    """It loads its images without other processes."""
+    write_images(lab.root / "images")
+    flags = (*image_flags(lab.root / "images"), "--workers", 0)
+    return train_outside(lab, "cifar10_ddp", flags, 2, "image_folder_run")
+
+
+def image_flags(folder):
+    return ("--image-folder", folder, "--image-size", 32, "--batch-size", 4, "--epochs", 4,
+            "--save-every", 1000, "--log-every", 0)
 
 
 def write_images(folder):
     """Write 48 images of two classes for training, and 16 for the test."""
-    generator = torch.Generator().manual_seed(0)
+    noise = random.Random(0)
     for part, number in (("train", 24), ("val", 8)):
         for label in ("cat", "dog"):
             (folder / part / label).mkdir(parents=True)
             for index in range(number):
-                pixels = torch.randint(256, (3, 40, 40), dtype=torch.uint8, generator=generator)
-                write_png(pixels, str(folder / part / label / f"{index}.png"))
+                pixels = noise.randbytes(40 * 40 * 3)
+                (folder / part / label / f"{index}.ppm").write_bytes(b"P6 40 40 255\n" + pixels)
 
 
-def test_preempted_job_on_a_folder_of_images_resumes(lab, image_folder):
+def test_preempted_job_on_images_resumes(lab, image_folder):
     assert_restarts(lab, image_folder, 1)
     assert_each_life_made_progress(lab, image_folder)
 
 
-def test_preempted_job_on_a_folder_of_images_has_the_same_weights(lab, image_folder, outside):
-    """The training outside Slurm loads its images without other processes."""
-    flags = (*image_flags(lab), "--workers", 0)
-    assert_same_weights(lab, image_folder, outside("cifar10_ddp", flags, 2))
+def test_preempted_job_on_images_has_the_same_weights(lab, image_folder, image_folder_run):
+    assert_same_weights(lab, image_folder, image_folder_run)
 
 
 # --- jobs that end for good ---
@@ -541,9 +547,14 @@ def cpu(lab):
     return job
 
 
-def test_cpu(lab, cpu, outside):
+@story
+def linear_run_of_four(lab):
+    return train_outside(lab, "cpu_ddp", LINEAR, 4, "linear_run_of_four")
+
+
+def test_cpu(lab, cpu, linear_run_of_four):
     """Two cores on each of two nodes are four processes."""
-    assert_same_weights(lab, cpu, outside("cpu_ddp", LINEAR, 4))
+    assert_same_weights(lab, cpu, linear_run_of_four)
 
 
 @story
@@ -564,8 +575,13 @@ PATH={sys.prefix}/bin:$PATH exec {shutil.which("srun")} "${{rest[@]}}" """)
     return job
 
 
-def test_cpu_container(lab, cpu_container, outside):
-    assert_same_weights(lab, cpu_container, outside("cpu_ddp", LINEAR, 2))
+@story
+def linear_run(lab):
+    return train_outside(lab, "cpu_ddp", LINEAR, 2, "linear_run")
+
+
+def test_cpu_container(lab, cpu_container, linear_run):
+    assert_same_weights(lab, cpu_container, linear_run)
 
 
 def test_container_has_the_image_and_the_current_folder(lab, cpu_container):
@@ -584,16 +600,21 @@ def mnist(lab):
     return job
 
 
-def test_mnist(lab, mnist, outside):
-    assert_same_weights(lab, mnist, outside("mnist_dp", IMAGES, 1))
+@story
+def mnist_run(lab):
+    return train_outside(lab, "mnist_dp", IMAGES, 1, "mnist_run")
+
+
+def test_mnist(lab, mnist, mnist_run):
+    assert_same_weights(lab, mnist, mnist_run)
 
 
 @story
 def cifar10(lab):
     """The sbatch file beside a script, in a folder of the user's, with an active environment."""
     (lab.folder / "mine").mkdir()
-    shutil.copy(ROOT / "cifar10_ddp/train.py", lab.folder / "mine/my.py")
-    file = shutil.copy(ROOT / "slurm/cifar10.sbatch", lab.folder / "mine")
+    shutil.copy(lab.folder / "cifar10_ddp/train.py", lab.folder / "mine/my.py")
+    file = shutil.copy(lab.folder / "slurm/cifar10.sbatch", lab.folder / "mine")
     job = submit(lab, file, *IMAGES, options=["--nodes=2", "--gpus-per-node=1"],
                  cwd=lab.folder / "mine", SCRIPT="my.py",
                  PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
@@ -601,8 +622,13 @@ def cifar10(lab):
     return job
 
 
-def test_cifar10(lab, cifar10, outside):
-    assert_same_weights(lab, cifar10, outside("cifar10_ddp", IMAGES, 2), folder="mine")
+@story
+def cifar10_run(lab):
+    return train_outside(lab, "cifar10_ddp", IMAGES, 2, "cifar10_run")
+
+
+def test_cifar10(lab, cifar10, cifar10_run):
+    assert_same_weights(lab, cifar10, cifar10_run, folder="mine")
 
 
 @story
@@ -612,8 +638,8 @@ def cifar10_srun(lab):
     return job
 
 
-def test_cifar10_srun(lab, cifar10_srun, outside):
-    assert_same_weights(lab, cifar10_srun, outside("cifar10_ddp", IMAGES, 2))
+def test_cifar10_srun(lab, cifar10_srun, cifar10_run):
+    assert_same_weights(lab, cifar10_srun, cifar10_run)
 
 
 @story
@@ -630,9 +656,13 @@ fi""")
     return job
 
 
-def test_fashionmnist(lab, fashionmnist, outside):
-    reference = outside("fashionmnist_ddp", IMAGES, 2)
-    assert_same_weights(lab, fashionmnist, reference, folder="slurm")
+@story
+def fashionmnist_run(lab):
+    return train_outside(lab, "fashionmnist_ddp", IMAGES, 2, "fashionmnist_run")
+
+
+def test_fashionmnist(lab, fashionmnist, fashionmnist_run):
+    assert_same_weights(lab, fashionmnist, fashionmnist_run, folder="slurm")
 
 
 def test_fashionmnist_logs_the_use_of_gpus(lab, fashionmnist):
@@ -653,8 +683,13 @@ def synthetic(lab):
     return job
 
 
-def test_synthetic(lab, synthetic, outside):
-    assert_same_weights(lab, synthetic, outside("synthetic_ddp", LINEAR, 2))
+@story
+def synthetic_run(lab):
+    return train_outside(lab, "synthetic_ddp", LINEAR, 2, "synthetic_run")
+
+
+def test_synthetic(lab, synthetic, synthetic_run):
+    assert_same_weights(lab, synthetic, synthetic_run)
 
 
 # --- requests for processes, GPUs and environments: jobs that run the probe ---
@@ -758,10 +793,9 @@ def two_terminals(lab):
     return log.read_text()
 
 
-def test_two_terminals_train_together(lab, two_terminals, outside):
-    reference = outside("cpu_ddp", LINEAR, 2)
+def test_two_terminals_train_together(lab, two_terminals, linear_run):
     try:
-        assert_equal(lab.folder / "two.pt", reference)
+        assert_equal(lab.folder / "two.pt", linear_run)
     except AssertionError as error:
         raise AssertionError(f"two terminals ended with other weights than two processes of one "
                              f"machine: {error}\n{two_terminals}") from None
