@@ -5,32 +5,15 @@ up to the order of summation, also with dropout, random flips and BatchNorm. Wit
 masks they would differ by 0.02.
 """
 
-import os
 import shutil
-import signal
 
 import pytest
 import torch
 from checkpoints import load_checkpoint
-from functions import no_setup, train, watch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from functions import watch
+from stopped_runs import finish, stop
 
 SUMMATION = 1e-5  # what another order of summation may change
-
-
-def stop_after(number):
-    """Return a setup for train(): rank 0 gets SIGTERM at the end of step `number`."""
-    def setup(module, rank):
-        steps = []
-
-        def after_step(*_):
-            steps.append(rank)
-            if rank == 0 and len(steps) == number:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        register_optimizer_step_post_hook(after_step)
-
-    return setup
 
 
 def record_samples(module, rank):
@@ -43,21 +26,6 @@ def record_samples(module, rank):
 
     watch(module, "loss_and_correct", see)
     return calls
-
-
-def finish(script, *flags, nproc, setup=no_setup):
-    """Train to the end, and return for each rank what setup has returned."""
-    results = train(script, *flags, nproc=nproc, setup=setup)
-    statuses = [status for _, status, _ in results]
-    assert statuses == [0] * nproc, f"the run did not end well: {statuses} of {script} {flags}"
-    return [result for result, _, _ in results]
-
-
-def stop(script, *flags, nproc, after):
-    """Train until a signal stops the run after this step."""
-    train(script, *flags, nproc=nproc, setup=stop_after(after))
-    step = load_checkpoint(flags[-1])["step"]
-    assert step == after, f"a signal in step {after} has stopped the run after step {step}"
 
 
 def largest_difference(one, other):
