@@ -89,3 +89,8 @@ def watch(place, name, see):
         return function(*arguments, **options)
 
     setattr(place, name, watched)
+
+
+def redirect(stream, path):
+    """Write what this process prints to "stdout" or "stderr" to a file, line by line."""
+    setattr(sys, stream, open(path, "w", buffering=1))

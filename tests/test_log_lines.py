@@ -7,7 +7,6 @@ and 3 seconds on rank 1; mnist_dp, one process, takes 2.
 import argparse
 import functools
 import re
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from checkpoints import load_checkpoint
-from functions import train, watch
+from functions import redirect, train, watch
 from recorder import Recorder, use_small_model
 from scripts import DDP_SCRIPTS, SCRIPTS, TESTED_SCRIPTS
 
@@ -50,11 +49,6 @@ class Printed(NamedTuple):
         return list(pattern.finditer(self.texts[0]))
 
 
-def print_to(path):
-    """Print to a file, instead of pytest's."""
-    sys.stdout = open(path, "w", buffering=1)
-
-
 def set_clock(module, seconds_per_step, recorder):
     """Give the script a clock that moves when a step ends."""
     module.time = argparse.Namespace(
@@ -69,7 +63,7 @@ def printed(script):
         path = f"{folder}/run.pt"
 
         def setup(module, rank):
-            print_to(f"{folder}/{rank}.txt")
+            redirect("stdout", f"{folder}/{rank}.txt")
             use_small_model(module, script)
             recorder = Recorder(module, script)
             set_clock(module, 2 if nproc == 1 else 1 + 2 * rank, recorder)
@@ -272,7 +266,7 @@ def fast_run():
     """Return what synthetic_ddp prints in an epoch of 80 steps that take a microsecond."""
     with tempfile.TemporaryDirectory() as folder:
         def setup(module, rank):
-            print_to(f"{folder}/{rank}.txt")
+            redirect("stdout", f"{folder}/{rank}.txt")
             set_clock(module, 1e-6, Recorder(module, "synthetic_ddp"))
 
         train("synthetic_ddp", "--samples", 320, "--batch-size", 2, "--epochs", 1, nproc=2,
@@ -304,7 +298,7 @@ def measured():
     """
     with tempfile.TemporaryDirectory() as folder:
         def setup(module, rank):
-            print_to(f"{folder}/{rank}.txt")
+            redirect("stdout", f"{folder}/{rank}.txt")
             sums = []
             seconds = [100, 100, 2, 2, 2, 2 + 2 * rank, 3]
             watch(torch.optim.SGD, "step", lambda optimizer: sums.append(sum_of_gradient(optimizer)))
