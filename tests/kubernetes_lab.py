@@ -408,9 +408,11 @@ class Cluster:
 
     def wait_completed(self, pods, timeout=300):
         """Restart failed pods until all have completed."""
+        names = [pod.name for pod in pods]
         end = time.monotonic() + timeout
         while not all(self.check(pods)):
-            assert time.monotonic() < end, f"not completed in {timeout} s:\n{self.logs()}"
+            message = f"{names} have not completed in {timeout} s"
+            assert time.monotonic() < end, f"{message}:\n{self.logs()}"
             time.sleep(0.2)
 
     def check(self, pods):
@@ -420,7 +422,9 @@ class Cluster:
         losses = sum(pod.losses for pod in pods)
         limit = pods[0].backoff_limit
         if restarts >= limit or losses > limit:
-            raise JobFailed(f"{restarts} restarts and {losses} lost pods:\n{self.logs()}")
+            names = [pod.name for pod in pods]
+            counts = f"{restarts} restarts and {losses} losses of {names}"
+            raise JobFailed(f"{counts}:\n{self.logs()}")
         return completed
 
     def logs(self):

@@ -258,8 +258,8 @@ def test_the_simple_manifest_trains_on_two_pods_and_starts_over_after_a_loss(clu
     shutil.copy(ROOT / "cpu_ddp/train.py", cluster.folder / "cpu-ddp")
     pods = cluster.apply(ready("pytorchjob-simple.yaml"))
     cluster.wait_until(lambda: starts_of(pods), pods)
-    pods[0].lose()  # it hosts the rendezvous
-    pods[0].come_back()
+    pods[1].lose()  # the other pod hosts the rendezvous, whose store has the lost pod's address
+    pods[1].come_back()
     cluster.wait_completed(pods)
     starts = starts_of(pods)
     first_steps = [start.first_step for start in starts]
