@@ -11,8 +11,8 @@
 # what `slurmd -C` prints there, and Gres=gpu:COUNT. Without any, a node is taken to be like this
 # machine.
 #
-# Not installed: drivers of GPUs, accounting (sacct, limits for users). Several machines also require
-# a shared folder, equal users and ids, the same time, and open ports between them.
+# Not installed: drivers of GPUs, accounting (sacct, limits for users). Several machines also
+# require a shared folder, equal users and ids, the same time, and open ports between them.
 #
 # A job whose node is lost is requeued. Jobs of the partition urgent preempt those of main, which
 # are requeued, too.

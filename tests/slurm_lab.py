@@ -319,9 +319,11 @@ class Lab(Network):
         self.wait_for(job, f"it was {state}", lambda: self.state(job) == state)
 
     def report(self, job):
-        """Return all that is known of a job, for the message of a test that fails."""
+        """Return what is known of a job, for the message of a test that fails."""
         record = self.sh(f"scontrol show job {job}", check=False)
-        return f"{record}\n{self.output(job)[-6000:]}\n{self.logs()}"
+        controller = (self.root / "head/log/slurm/slurmctld.log").read_text(errors="replace")
+        return (f"---- the controller's log\n{controller[-1500:]}\n---- the job\n{record}\n"
+                f"---- its output\n{self.output(job)[-6000:]}")
 
     def logs(self):
         text = ""

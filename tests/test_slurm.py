@@ -43,11 +43,12 @@ LONG = ("--epochs", 40, "--samples", 256, "--save-every", 1000, "--log-every", 0
 
 # What a process of a job sees. One write a process, since they share the output.
 PROBE = """
-import os
+import os, sys
 cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 threads = os.environ["OMP_NUM_THREADS"]
 gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
-os.write(1, f"a process with cores {cores} threads {threads} GPUs {gpus}\\n".encode())
+text = f"a process with cores {cores} threads {threads} GPUs {gpus} of {sys.prefix}\\n"
+os.write(1, text.encode())
 """
 
 
@@ -159,8 +160,8 @@ def submit(lab, file, *args, options=(), nodes="c1,c2", cwd=None, **variables):
 def train_outside(lab, script, flags, nproc, name):
     """Train without Slurm, and return the path of the checkpoint."""
     path = lab.root / f"{name}.pt"
-    result = run(lab.folder / script / "train.py", *flags, "--checkpoint", path, launcher="srun", nproc=nproc, timeout=900,
-                 env={"OMP_NUM_THREADS": 1})
+    result = run(lab.folder / script / "train.py", *flags, "--checkpoint", path, launcher="srun",
+                 nproc=nproc, timeout=900, env={"OMP_NUM_THREADS": 1})
     assert result.status == 0, f"the training outside Slurm failed:\n{result.text}"
     return path
 
@@ -256,7 +257,8 @@ class Process(NamedTuple):
 
 
 def processes(lab, job):
-    """Return the processes of a job that ran the probe."""
+    """Wait for a job that runs the probe, and return its processes."""
+    lab.wait(job, "COMPLETED")
     found = []
     pattern = r"a process with cores (\S+) threads (\d+) GPUs (\S+)"
     for cores, threads, gpus in re.findall(pattern, lab.output(job)):
@@ -507,11 +509,11 @@ MISTAKES = {
 }
 
 
-@story
+@pytest.fixture(scope="module")
 def mistakes(lab):
-    """Jobs of MISTAKES, which are over soon."""
+    """The ids of the jobs of MISTAKES. A test waits for its own."""
     two_nodes = ["--nodes=2"]
-    jobs = {
+    return {
         "number of epochs": submit(lab, "cifar10-srun", "--epochs", 0),
         "no data": submit(lab, "cifar10"),
         "--checkpoint": submit(lab, "cpu", "--check", "my.pt"),
@@ -519,13 +521,11 @@ def mistakes(lab):
         "fashionmnist on two nodes": submit(lab, "fashionmnist", options=two_nodes),
         "mnist on two nodes": submit(lab, "mnist", options=two_nodes),
     }
-    for job in jobs.values():
-        lab.wait(job, "FAILED")
-    return jobs
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_ends_the_job_in_one_error_line(lab, mistakes, mistake):
+    lab.wait(mistakes[mistake], "FAILED")
     output = lab.output(mistakes[mistake])
     errors = re.findall("^(?:train.py: )?error: .*", output, re.MULTILINE)
     assert len(errors) == 1, f"{mistake}: {len(errors)} error lines, not one:\n{output}"
@@ -535,6 +535,7 @@ def test_mistake_ends_the_job_in_one_error_line(lab, mistakes, mistake):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_never_requeued(lab, mistakes, mistake):
+    lab.wait(mistakes[mistake], "FAILED")
     assert_restarts(lab, mistakes[mistake], 0)
 
 
@@ -693,28 +694,24 @@ def test_synthetic(lab, synthetic, synthetic_run):
 
 
 # --- requests for processes, GPUs and environments: jobs that run the probe ---
-@story
+@pytest.fixture(scope="module")
 def probes(lab):
-    """One job for each way to request something: what it requests, and its id."""
+    """The ids of jobs that run the probe, by what they request. A test waits for its own."""
     conda = lab.folder / "project with .conda"
     conda.mkdir()
     (conda / ".conda").symlink_to(sys.prefix)
-    jobs = {
+    in_conda = {"cwd": conda, "SCRIPT": "../probe.py"}
+    two_nodes = ("--nodes=2", "--cpus-per-task=4")
+    return {
         "nothing": probe(lab, "cifar10"),
         "nothing, cpu": probe(lab, "cpu"),
         "one GPU": probe(lab, "cifar10", "--gpus-per-node=1"),
-        "--gres": probe(lab, "cifar10", "--nodes=2", "--gres=gpu:2", "--cpus-per-task=4"),
-        "--gres, srun": probe(lab, "cifar10-srun", "--nodes=2", "--gres=gpu:2",
-                              "--cpus-per-task=4"),
-        "--gpus": probe(lab, "cifar10", "--nodes=2", "--gpus=4", "--cpus-per-task=4"),
-        ".conda": submit(lab, lab.folder / "slurm/cifar10.sbatch", cwd=conda,
-                         SCRIPT="../probe.py"),
-        ".conda, srun": submit(lab, lab.folder / "slurm/cifar10-srun.sbatch", cwd=conda,
-                               SCRIPT="../probe.py"),
+        "--gres": probe(lab, "cifar10", *two_nodes, "--gres=gpu:2"),
+        "--gres, srun": probe(lab, "cifar10-srun", *two_nodes, "--gres=gpu:2"),
+        "--gpus": probe(lab, "cifar10", *two_nodes, "--gpus=4"),
+        ".conda": submit(lab, lab.folder / "slurm/cifar10.sbatch", **in_conda),
+        ".conda, srun": submit(lab, lab.folder / "slurm/cifar10-srun.sbatch", **in_conda),
     }
-    for job in jobs.values():
-        lab.wait(job, "COMPLETED")
-    return jobs
 
 
 def probe(lab, file, *options):
@@ -733,16 +730,19 @@ def test_without_options_one_process(lab, probes):
 
 
 def test_job_with_one_core_and_no_gpu_says_how_to_request_more(lab, probes):
-    output = lab.output(probes["nothing"])
+    job = probes["nothing"]
+    lab.wait(job, "COMPLETED")
+    output = lab.output(job)
     first = output.split("\n")[0]
     assert "sbatch --gpus-per-node=4 --cpus-per-task=32 slurm/cifar10.sbatch" in first, (
         f"the first line of a job with one core does not show the command for more:\n{output}")
 
 
-def test_job_with_a_gpu_or_two_cores_gives_no_advice(lab, probes):
-    for request in ("one GPU", "nothing, cpu"):
-        output = lab.output(probes[request])
-        assert "To request more" not in output, f"{request}: advice that is not needed:\n{output}"
+@pytest.mark.parametrize("name", ["one GPU", "nothing, cpu"])
+def test_job_with_a_gpu_or_two_cores_gives_no_advice(lab, probes, name):
+    lab.wait(probes[name], "COMPLETED")
+    output = lab.output(probes[name])
+    assert "To request more" not in output, f"{name}: advice that is not needed:\n{output}"
 
 
 def test_cpu_without_options_has_two_processes(lab, probes):
@@ -767,6 +767,8 @@ def test_conda_environment_is_used_where_there_is_no_venv(lab, probes):
 
 def test_conda_environment_is_used_without_torchrun(lab, probes):
     assert_processes(lab, probes[".conda, srun"], 1, threads=1, gpus="none")
+    output = lab.output(probes[".conda, srun"])
+    assert ".conda\n" in output, f"srun started another Python than that of .conda:\n{output}"
 
 
 # --- two terminals ---
@@ -824,10 +826,10 @@ def bound_lab():
 
 @pytest.fixture(scope="module")
 def bound(bound_lab):
-    """Jobs that run the probe, by what they request."""
+    """The ids of jobs that run the probe, by what they request. A test waits for its own."""
     two_cores = ["--cpus-per-task=2"]
     two_tasks = ["--ntasks-per-node=2", "--cpus-per-task=1"]  # as the tutorials write it
-    jobs = {
+    return {
         "torchrun": bound_probe(bound_lab, "cpu"),
         "srun": bound_probe(bound_lab, "cifar10-srun", *two_cores),
         "mnist": bound_probe(bound_lab, "mnist", *two_cores),
@@ -837,9 +839,6 @@ def bound(bound_lab):
         "tasks, torchrun": bound_probe(bound_lab, "cifar10", *two_tasks),
         "tasks, srun": bound_probe(bound_lab, "cifar10-srun", *two_tasks, "--gres=gpu:2"),
     }
-    for job in jobs.values():
-        bound_lab.wait(job, "COMPLETED")
-    return jobs
 
 
 def bound_probe(lab, file, *options):
@@ -899,5 +898,6 @@ def test_tasks_of_srun_see_all_gpus_of_their_node(bound_lab, bound):
 
 @pytest.mark.parametrize("name", ["tasks, torchrun", "tasks, srun"])
 def test_slurm_does_not_warn_of_tasks(bound_lab, bound, name):
+    bound_lab.wait(bound[name], "COMPLETED")
     output = bound_lab.output(bound[name])
     assert "srun:" not in output, f"{name}: srun warns:\n{output}"
