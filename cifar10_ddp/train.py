@@ -351,24 +351,21 @@ def batch_keys(args, data, global_batch, step, parts, rank, world_size):
 
 
 def start_loader(args, data, keys, device):
-    """Return an iterator of batches (images, labels). Its processes work until the run ends."""
-    handlers = {}
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        handlers[signum] = signal.signal(signum, signal.SIG_IGN)  # its processes inherit this
+    """Return an iterator of batches (images, labels). Its processes work until the run ends.
+
+    They inherit blocked signals: Slurm, Ctrl-C and a closed terminal signal all processes, but the
+    training process still needs images until it stops.
+    """
+    mp.Lock()  # starts multiprocessing's resource tracker, which unblocks signals (Python 3.11)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     loader = iter(DataLoader(data, batch_sampler=keys, num_workers=args.workers,
                              pin_memory=device.type == "cuda", worker_init_fn=init_worker))
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return loader
 
 
 def init_worker(worker):
-    """In a loader process: ignore the signals that stop a run, and end with the training process.
-
-    Slurm, Ctrl-C and a closed terminal send them to all processes, but images are still needed.
-    """
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    """In a loader process: end when the training process has ended, for whatever reason."""
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -380,7 +377,7 @@ def end_with_parent():
 def main():
     try:
         train(parse_args())
-    finally:  # multiprocessing would wait for the loader's processes, which ignore SIGTERM
+    finally:  # multiprocessing would wait for the loader's processes, which block SIGTERM
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
         for process in mp.active_children():
             process.kill()
