@@ -185,7 +185,9 @@ def test_urgent_job_preempts_and_the_other_is_requeued(machine, installed_again)
     life = "echo life ${SLURM_RESTART_COUNT:-0}; [ $SLURM_RESTART_COUNT ] || sleep 600"
     submit(machine, "preempted", life, "--exclusive")
     machine.exec("until grep life /run/preempted.out; do sleep 0.1; done")
-    machine.exec("srun --partition=urgent --exclusive true", timeout=60)
+    urgent = "timeout 50 srun --partition=urgent --exclusive echo urgent has run"
+    said = machine.exec(urgent, timeout=60, check=False)
+    assert "urgent has run" in said, f"a job of urgent does not preempt one of main:\n{said}"
     machine.exec("while squeue -ho %i | grep .; do sleep 0.1; done", timeout=60)
     text = machine.exec("cat /run/preempted.out")
     assert "life 1" in text, f"a job of main was not requeued after one of urgent:\n{text}"

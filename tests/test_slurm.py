@@ -195,7 +195,7 @@ def wait_for_steps(lab, job, life=0, steps=1):
 
 
 def wait_for_restart(lab, job, number):
-    lab.wait_for(job, f"restart {number}", lambda: lab.restarts(job) == number)
+    lab.wait_for(job, f"requeue {number}", lambda: lab.restarts(job) == number)
 
 
 def preempt(lab, node, job):
