@@ -266,6 +266,8 @@ def test_the_simple_manifest_trains_on_two_pods_and_starts_over_after_a_loss(clu
     assert first_steps == [0, 0], f"the training is to start over once:\n{cluster.logs()}"
     worlds = [start.processes for start in starts]
     assert worlds == [2, 2], f"two pods are to train together: {worlds}\n{cluster.logs()}"
+    restarts = pods[0].restarts
+    assert restarts == 0, f"the other pod has restarted, {restarts} times\n{cluster.logs()}"
     assert_learned(cluster, pods, "cpu_ddp")
 
 
