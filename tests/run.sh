@@ -1,22 +1,44 @@
 #!/usr/bin/env bash
-# Run the quick tests (3 minutes on 2 cores): every script trains for one epoch on the CPU and learns, stops and
-# resumes, explains mistakes; where there are GPUs, it also trains on them. With --all, run all tests (15 minutes):
-# also random kills, damaged checkpoints, a real Slurm of several nodes, images, pods, setting up, the benchmark.
-# What this machine cannot run is listed at the end, with the command that enables it.
+# Run the quick tests: about 3 minutes on 2 cores. Every script trains for one epoch on the CPU and
+# learns; the copies are equal; each sample is used once; what is printed is true; settings and
+# mistakes are refused; a stopped run resumes exactly. Where there are GPUs, it trains on them.
 #
-# usage: [VENV=DIR] bash tests/run.sh [--all] [pytest arguments]     e.g. bash tests/run.sh --all -x -k cifar10
+# With --all, run all tests: 20 minutes. Also kills, damaged checkpoints, launchers, a Slurm of
+# several nodes, images, pods, setting up, the benchmark. The end of the output lists what this
+# machine cannot run, with the command that enables it.
+#
+# With a test file or -k EXPRESSION, run the tests of that file, or those of all files that match.
+#
+# usage: [VENV=DIR] bash tests/run.sh [--all] [pytest arguments]
+#        bash tests/run.sh tests/test_smoke.py -k cifar10
+#        bash tests/run.sh -k 'settings and cpu_ddp'
+#        bash tests/run.sh tests/test_batches.py::test_the_order_differs_by_epoch
 #
 # Without VENV, slurm/create-venv.sh makes or updates .venv first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+quick=(
+    tests/test_smoke.py
+    tests/test_repository.py
+    tests/test_batches.py
+    tests/test_log_lines.py
+    tests/test_settings.py
+    tests/test_error_lines.py
+    tests/test_gpu.py
+    tests/test_stop_and_resume.py::test_resumed_run_has_the_weights_of_an_undisturbed_run
+)
+for argument in "$@"; do
+    case $argument in
+        --all | -k* | *.py | *.py::*) quick=() ;;
+    esac
+done
+if [[ ${1:-} == --all ]]; then
+    shift
+fi
+
 if [[ -z ${VENV:-} ]]; then
     VENV=.venv
     bash slurm/create-venv.sh
 fi
-if [[ ${1:-} == --all ]]; then
-    shift
-else
-    set -- tests/test_{smoke,scripts,gpu}.py "$@"
-fi
-exec "$VENV/bin/python" -m pytest -rs "$@"
+exec "$VENV/bin/python" -m pytest -rs "${quick[@]}" "$@"

@@ -301,7 +301,12 @@ def measured():
             redirect("stdout", f"{folder}/{rank}.txt")
             sums = []
             seconds = [100, 100, 2, 2, 2, 2 + 2 * rank, 3]
-            watch(torch.optim.SGD, "step", lambda optimizer: sums.append(sum_of_gradient(optimizer)))
+
+            def before_step(optimizer):
+                parameter = optimizer.param_groups[0]["params"][0]
+                sums.append(parameter.grad.sum().item())
+
+            watch(torch.optim.SGD, "step", before_step)
             module.time = argparse.Namespace(
                 perf_counter=lambda: sum(seconds[:len(sums)]), sleep=time.sleep)
             return sums
@@ -309,10 +314,6 @@ def measured():
         ranks = train("synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64,
                       "--batch-size", 2, "--steps", 1, nproc=2, setup=setup)
         return Path(f"{folder}/0.txt").read_text(), [sums for sums, _, _ in ranks]
-
-
-def sum_of_gradient(optimizer):
-    return optimizer.param_groups[0]["params"][0].grad.sum().item()
 
 
 def test_measured_steps_exchange_gradients_only_where_they_say_so():

@@ -102,7 +102,8 @@ def test_the_weights_of_cifar10_shrink_by_weight_decay_with_nesterovs_momentum(d
         momentum = 0.9 * momentum + decay
         expected -= 200 * (decay + 0.9 * momentum)
     assert last[0] == pytest.approx(expected, rel=1e-4), (
-        f"weight decay 5e-4 with Nesterov's momentum 0.9 makes {first[0]} {expected}, not {last[0]}")
+        f"weight decay 5e-4 with Nesterov's momentum 0.9 makes {first[0]} {expected}, "
+        f"not {last[0]}")
 
 
 def test_biases_and_norms_of_cifar10_do_not_shrink(decayed):
