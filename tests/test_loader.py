@@ -12,13 +12,15 @@ import traceback
 from typing import NamedTuple
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 from checkpoints import assert_equal, load_checkpoint
-from functions import train, watch
+from functions import load_script, train, watch
 from image_folder import TINY, edited_copy, left_after, living, print_to, write_images
 from processes import start
 from torch.multiprocessing import ProcessExitedException
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data._utils import signal_handling
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRAIN = 12  # images: three steps of 4 in an epoch
@@ -34,12 +36,10 @@ def transforms(args, train_set):
 ''')
 ROTATED = ("    steps = [v2.ToImage()]\n", "    steps = [rotate, v2.ToImage()]\n")
 READ = "        _, _, train_set, index = key\n"
-BUSY = (READ, '''        _, epoch, train_set, index = key
-        if epoch == 1:
+BUSY = (READ, READ + '''        if not train_set and torch.utils.data.get_worker_info():
             time.sleep(600)
 ''')
-RAISES = (READ, '''        _, epoch, train_set, index = key
-        if epoch == 1:
+RAISES = (READ, READ + '''        if not train_set and torch.utils.data.get_worker_info():
             if torch.utils.data.get_worker_info().id == 1:
                 raise ValueError("no such image")
             time.sleep(600)
@@ -48,6 +48,11 @@ SLOW = (READ, READ + "        time.sleep(0.2)\n")
 STEP = "            step += 1\n"
 FAILS = (STEP, STEP + '''            if step == 2:
                 raise ValueError("a bug in training")
+''')
+SIGNALS_TO_LOADER = (STEP, STEP + '''            if step == 2:
+                for process in mp.active_children():
+                    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                        os.kill(process.pid, signum)
 ''')
 MAIN = "def main():\n"
 
@@ -81,8 +86,12 @@ class Life(NamedTuple):
         return sorted(found)
 
 
-def live(script, log, *flags, nproc=1, at_step=None):
-    """Run a script in forked processes, and call at_step(step) after each step of each rank.
+def nothing(_):
+    """Do nothing: for prepare and at_step."""
+
+
+def live(script, log, *flags, nproc=1, prepare=nothing, at_step=nothing):
+    """Run a script in forked processes. Call prepare(module), and at_step(step) after each step.
 
     log is a path for what they print. What they do is noted in files beside it.
     """
@@ -100,8 +109,7 @@ def live(script, log, *flags, nproc=1, at_step=None):
             steps.append(True)
             pids = sorted(process.pid for process in mp.active_children())
             note(f"{log}.loaders", rank, len(steps), *pids)
-            if at_step:
-                at_step(len(steps))
+            at_step(len(steps))
 
         def main():
             try:
@@ -114,6 +122,7 @@ def live(script, log, *flags, nproc=1, at_step=None):
         module.main = main
         watch(module.SeededData, "__getitem__", see_read)
         register_optimizer_step_post_hook(after_step)
+        prepare(module)
 
     statuses = []
     try:
@@ -180,7 +189,7 @@ def by_workers(folder, script, tmp_path_factory):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_weights_do_not_depend_on_workers(by_workers, workers):
-    place = f"the run with --workers {workers}, beside that with --workers 0,"
+    place = f"the run with --workers {workers}, beside that with --workers 0: checkpoint"
     assert_equal(load_checkpoint(by_workers[workers][0]), load_checkpoint(by_workers[0][0]), place)
 
 
@@ -222,6 +231,31 @@ def test_each_rank_reads_only_its_share(by_workers, rank, tested):
 
 
 @pytest.fixture(scope="module")
+def data(folder, script):
+    """The data set of a copy whose transforms use random numbers of torch and of Python."""
+    module = load_script(script)
+    flags = [str(flag) for flag in ("--image-folder", folder, *TINY)]
+    return module.SeededData(module.parse_args(flags))
+
+
+def test_transforms_are_repeated(data):
+    first, _ = data[0, 1, True, 2]
+    second, _ = data[0, 1, True, 2]
+    assert torch.equal(first, second), (
+        "the random transforms of an image depend on seed, epoch and index only, but reading it "
+        f"twice gives pixels that differ by {first.sub(second).abs().max()}")
+
+
+@pytest.mark.parametrize("other", [(1, 1, True, 2), (0, 2, True, 2)], ids=["seed", "epoch"])
+def test_transforms_differ(data, other):
+    first, _ = data[0, 1, True, 2]
+    second, _ = data[other]
+    assert not torch.equal(first, second), (
+        f"image 2 must be transformed in another way with (seed, epoch, ...) {other} than with "
+        f"{(0, 1, True, 2)}")
+
+
+@pytest.fixture(scope="module")
 def stopped_and_resumed(folder, script, tmp_path_factory):
     """Stop after step 4, the first of epoch 2, and resume. Return the checkpoint and both Lives."""
     checkpoint = tmp_path_factory.mktemp("resumed") / "run.pt"
@@ -241,7 +275,7 @@ def test_resumed_run_repeats_the_random_transforms(by_workers, stopped_and_resum
     assert "stopped by a signal after step 4\n" in first.text, first.text
     assert second.statuses == [0, 0], second.text
     place = ("the run that was stopped and resumed in mid-epoch, with transforms that use torch's "
-             "and Python's random numbers, beside an undisturbed one,")
+             "and Python's random numbers, beside an undisturbed one: checkpoint")
     assert_equal(load_checkpoint(checkpoint), load_checkpoint(by_workers[0][0]), place)
 
 
@@ -285,10 +319,41 @@ def test_no_loader_process_is_left_at_the_normal_end(signalled):
         f"10 s after the normal end, the loader processes {life.left} are left\n{life.text}")
 
 
+def test_signal_while_the_loader_starts_is_not_lost(folder, tmp_path):
+    """The training process gets it when it starts its loader."""
+    def send_first(module):
+        def send(*_):
+            os.kill(os.getpid(), signal.SIGTERM)
+        watch(module, "DataLoader", send)
+
+    life = live("cifar10_ddp", tmp_path / "log", *flags_of(folder, 1, 1), prepare=send_first)
+    assert life.statuses != [0], (
+        "SIGTERM to the training process while it starts its loader processes must stop the run, "
+        f"but it trains to its end\n{life.text}")
+    assert not life.left, f"10 s after the end, the loader processes {life.left} are left"
+
+
+def test_signal_to_a_loader_process_that_starts_is_ignored(folder, tmp_path):
+    """Each one gets it when torch has just set its own handler of SIGTERM."""
+    def send_later(module):
+        set_handlers = signal_handling._set_worker_signal_handlers
+
+        def set_handlers_and_send():
+            set_handlers()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        signal_handling._set_worker_signal_handlers = set_handlers_and_send
+
+    life = live("cifar10_ddp", tmp_path / "log", *flags_of(folder, 2, 1), prepare=send_later)
+    assert life.statuses == [0], (
+        "a loader process ignores SIGTERM from its start on, also where torch sets its handler; "
+        f"the run ended with {life.statuses}\n{life.text}")
+
+
 # --- the end of a run, while a loader process is busy ---
 class End(NamedTuple):
     """A way in which a run ends."""
-    edit: tuple  # of the copy: what its loader processes do in epoch 2, which they read in step 1
+    edit: tuple  # of the copy: what its loader processes do with test images, from step 1 on
     at_step_1: object  # what the training process does after step 1
     statuses: list
     message: str  # in what is printed
@@ -308,7 +373,7 @@ ENDS = {
     "signal": End(BUSY, lambda: os.kill(os.getpid(), signal.SIGTERM), [1],
                   "stopped by a signal after step 1\n"),
     "exception in __getitem__": End(RAISES, lambda: None, [1], "ValueError: no such image"),
-    "killed loader process": End(BUSY, kill_a_loader_process, [1], "is killed by signal: Killed"),
+    "killed loader process": End(BUSY, kill_a_loader_process, [1], "Traceback"),
     "killed training process": End(BUSY, lambda: os.kill(os.getpid(), signal.SIGKILL), [], ""),
 }
 
@@ -427,9 +492,9 @@ def test_signal_to_all_processes_leaves_none(stopped_group):
 
 
 def test_run_stopped_by_a_signal_to_all_processes_resumes(by_workers, stopped_group):
-    checkpoint, _, saved, second = stopped_group
+    checkpoint, *_, second = stopped_group
     assert second.statuses == [0, 0], second.text
-    place = f"the run in which all processes got SIGTERM after step {saved}, beside another,"
+    place = "the run whose processes all got SIGTERM, beside an undisturbed one: checkpoint"
     assert_equal(load_checkpoint(checkpoint), load_checkpoint(by_workers[0][0]), place)
 
 
@@ -472,13 +537,15 @@ def forked(folder, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["spawn", "forkserver"])
 def test_weights_do_not_depend_on_the_start_method(forked, folder, tmp_path, name):
+    """The loader process also gets the signals that stop a run, and ignores them."""
     checkpoint = tmp_path / "run.pt"
-    copy = edited_copy(tmp_path, start_method(name))
+    copy = edited_copy(tmp_path, start_method(name), SIGNALS_TO_LOADER)
     with launch(copy, *flags_of(folder, 1, 1), "--checkpoint", checkpoint) as job:
         end = end_of(job)
-    assert end.status == 0, f"start method {name}: status {end.status}\n{end.text}"
+    assert end.status == 0, (
+        f"start method {name}, signals to the loader process: status {end.status}\n{end.text}")
     assert not end.left, f"start method {name}: {end.left} are left\n{end.text}"
-    place = f"the run with the start method {name}, beside one with fork,"
+    place = f"the run with the start method {name}, beside one with fork: checkpoint"
     assert_equal(load_checkpoint(checkpoint), load_checkpoint(forked), place)
 
 
@@ -492,20 +559,17 @@ def test_killed_training_process_with_forkserver_leaves_no_process(folder, tmp_p
                           f"left\n{job.text}")
 
 
-@pytest.mark.parametrize("name", ["spawn", "forkserver"])
-def test_signal_while_the_loader_processes_start_stops_the_run(folder, tmp_path, name):
+def test_signal_while_a_forkserver_starts_stops_the_run(folder, tmp_path):
     """It is sent to all processes as soon as there are several."""
-    copy = edited_copy(tmp_path, start_method(name))
-    flags = flags_of(folder, 1, 1, epochs=1000)
-    with launch(copy, *flags, "--checkpoint", tmp_path / "run.pt") as job:
+    copy = edited_copy(tmp_path, start_method("forkserver"))
+    with launch(copy, *flags_of(folder, 1, 1)) as job:
         end = time.monotonic() + 90
         while len(job.pids()) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         pids = job.pids()
-        assert len(pids) > 1, f"{name}: no loader process has started within 90 s\n{job.text}"
+        assert len(pids) > 1, f"no fork server has started within 90 s\n{job.text}"
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        result = job.finish(60)
-        assert result.status != 0, f"{name}: stopped at its start with status 0\n{result.text}"
-        left = left_after(10, job.pids)
-        assert not left, f"{name}: 10 s after the end, {left} are left\n{result.text}"
+        end = end_of(job, 60)
+    assert end.status != 0, f"stopped while its loader starts, but the status is 0\n{end.text}"
+    assert not end.left, f"10 s after the end, the processes {end.left} are left\n{end.text}"
