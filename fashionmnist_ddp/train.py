@@ -440,8 +440,8 @@ def choose_global_batch(args, checkpoint, samples, world_size):
 def close_group():
     """Leave the process group, when rank 0 has saved: then the launcher may end the others."""
     dist.barrier()
-    # Up to PyTorch 2.8 at least, freeing DDP and the group holds the GIL and waits for gloo's threads,
-    # which need the GIL to free their tensors (pytorch#154976): a hang, unless they are done
+    # Up to PyTorch 2.8 at least, freeing DDP holds the GIL and waits for the threads of gloo, which
+    # need it to free their tensors (pytorch#154976): a hang, unless they are done
     time.sleep(0.5)
     dist.destroy_process_group()
 
