@@ -18,6 +18,10 @@ class Script(NamedTuple):
     several_processes: bool = True
     has_test_set: bool = True
     no_children: tuple[str, ...] = ()  # flags with which it starts no processes of its own
+    warm_up: bool = False  # of the learning rate, over a fifth of the steps
+    label_smoothing: float = 0.0  # in training
+    channels: int = 0  # of images
+    black_and_white: tuple[float, float] = (0.0, 1.0)  # as the model sees them
 
     @property
     def has_images(self):
@@ -42,6 +46,7 @@ SCRIPTS = {
         smoke_runs=(("python", 1),),
         data_flag="--fake-data",
         several_processes=False,
+        channels=1,
     ),
     "cifar10_ddp": Script(
         learn=("--fake-data", "192", "--lr", "0.6"),
@@ -50,6 +55,10 @@ SCRIPTS = {
         smoke_runs=(("torchrun", 2),),  # the slowest: under one launcher
         data_flag="--fake-data",
         no_children=("--workers", "0"),
+        warm_up=True,
+        label_smoothing=0.1,
+        channels=3,
+        black_and_white=(-115 / 57, 140 / 57),
     ),
     "fashionmnist_ddp": Script(
         learn=("--fake-data",),
@@ -57,6 +66,9 @@ SCRIPTS = {
         least_accuracy=0.5,
         smoke_runs=(("python", 1), ("torchrun", 2), ("srun", 2), ("spawn", 2)),
         data_flag="--fake-data",
+        warm_up=True,
+        label_smoothing=0.1,
+        channels=1,
     ),
     "synthetic_ddp": Script(
         learn=("--lr", "0.05"),

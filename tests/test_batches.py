@@ -107,7 +107,7 @@ def test_the_order_differs_by_epoch(script):
     for epoch in range(1, EPOCHS):
         assert orders[epoch] != orders[epoch - 1], (
             f"{script}: epochs {epoch} and {epoch + 1} use the samples in the same order: "
-            f"{orders[epoch]}")
+            f"{orders[epoch][:12]} ...")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -180,8 +180,9 @@ def assert_gradients_of_the_mean(script, ranks, shares):
         for step, gradient in enumerate(recorder.gradients):
             error = ((gradient - expected[step]).norm() / expected[step].norm()).item()
             assert error < 1e-5, (
-                f"{script}, {shares}: the gradient is not that of the batch's mean: in step "
-                f"{step + 1}, rank {rank} has\n{gradient}\nnot\n{expected[step]}")
+                f"{script}, {shares}: the gradient is not that of the batch's mean, but differs by "
+                f"{100 * error:.3g} %. In step {step + 1}, rank {rank} has {gradient[:3].tolist()} "
+                f"..., not {expected[step][:3].tolist()} ...")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from functions import load_script, redirect, train
+from torch.multiprocessing import ProcessRaisedException
 
 
 class Mistake(NamedTuple):
@@ -66,7 +67,11 @@ def errors_of(script, *flags, nproc=1, setup=None):
             if setup:
                 setup(module, rank)
 
-        ranks = train(script, *flags, nproc=nproc, setup=capture)
+        try:
+            ranks = train(script, *flags, nproc=nproc, setup=capture)
+        except ProcessRaisedException as error:
+            command = " ".join(map(str, (script, *flags)))
+            raise AssertionError(f"{command} has no error line, but a traceback:{error}") from None
         errors = []
         for rank, (_, code, _) in enumerate(ranks):
             if code == 2:  # argparse has printed the line

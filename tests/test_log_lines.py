@@ -25,7 +25,6 @@ STEPS_PER_EPOCH = 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
 GLOBAL_BATCH = 32
 SAMPLES = 164  # 4 are left over in each epoch
-SMOOTHING = {"cifar10_ddp": 0.1, "fashionmnist_ddp": 0.1}  # of the labels, in training
 
 STEP_LINE = re.compile(
     r"^epoch (?P<epoch>\d+)/5  step (?P<step>\d+)/25  loss (?P<loss>\d+\.\d{4})  "
@@ -69,7 +68,7 @@ def printed(script):
             set_clock(module, 2 if nproc == 1 else 1 + 2 * rank, recorder)
             return recorder
 
-        flags = [SCRIPTS[script].data_flag, SAMPLES, "--epochs", EPOCHS, "--seed", 3, "--lr", 0.01,
+        flags = [SCRIPTS[script].data_flag, SAMPLES, "--epochs", EPOCHS, "--seed", 3, "--lr", 0.1,
                  "--save-every", 2, "--log-every", 4, "--checkpoint", path,
                  *SCRIPTS[script].no_children]
         if nproc == 2:
@@ -136,7 +135,7 @@ def test_the_loss_is_the_mean_of_the_epoch_so_far(script):
     run = printed(script)
     for line in run.lines(STEP_LINE):
         parts = parts_of_epoch(run, int(line["step"]))
-        loss, _ = loss_and_accuracy(script, parts, SMOOTHING.get(script, 0.0))
+        loss, _ = loss_and_accuracy(script, parts, SCRIPTS[script].label_smoothing)
         assert float(line["loss"]) == pytest.approx(loss, abs=1e-4), (
             f"{script}: the mean loss of all ranks in the epoch so far is {loss:.4f}, not in:\n"
             f"{line[0]}")

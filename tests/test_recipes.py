@@ -6,47 +6,36 @@ import pytest
 import torch
 import torch.nn as nn
 from functions import load_script, train
-from recorder import MeanOfPixels
+from recorder import use_small_model
 from scripts import IMAGE_SCRIPTS, SCRIPTS
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # ---- learning rates ----
 DECAY = [1, 0.75, 0.5, 0.25]  # factors of steps 0, 3, 6 and 9 of 12: linear decay
 WARM_UP = [1 / 2.4, 0.9375, 0.625, 0.3125]  # over a fifth of the steps, then linear decay
-FACTORS = {
-    "cpu_ddp": DECAY,
-    "mnist_dp": DECAY,
-    "cifar10_ddp": WARM_UP,
-    "fashionmnist_ddp": WARM_UP,
-    "synthetic_ddp": DECAY,
-}
 
 
 def two_groups(script):
     """Return a setup for train(): a model with two parameter groups, whose rates are recorded."""
-    def build_model(*_):
-        model = MeanOfPixels()
-        if not SCRIPTS[script].has_images:
-            model.linear = nn.Linear(1, 1 if script == "cpu_ddp" else 3)
-        groups = [{"params": [model.linear.weight]}, {"params": [model.linear.bias], "lr": 2e-5}]
-        return model, torch.optim.SGD(groups, lr=1e-3)
-
     def setup(module, rank):
         steps = []
+        use_small_model(module, script)
+        build_model = module.build_model
+
+        def build_two_groups(*arguments):
+            model, _ = build_model(*arguments)
+            first, *others = model.parameters()
+            groups = [{"params": [first]}, {"params": others, "lr": 2e-5}]
+            return model, torch.optim.SGD(groups, lr=1e-3)
 
         def before_step(optimizer, *_):
             steps.append([group["lr"] for group in optimizer.param_groups])
 
-        module.build_model = build_model
-        module.report = report_nothing  # cpu_ddp's reads the weights of its own model
+        module.build_model = build_two_groups
         register_optimizer_step_pre_hook(before_step)
         return steps
 
     return setup
-
-
-def report_nothing(args, model):
-    """Take the place of cpu_ddp's report."""
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)
@@ -64,9 +53,10 @@ def rates(request):
 def test_each_parameter_group_has_its_peak_rate_times_the_factor(rates, group, peak):
     script, steps = rates
     factors = [step_rates[group] / peak for step_rates in steps[::3]]
-    assert factors == pytest.approx(FACTORS[script]), (
+    expected = WARM_UP if SCRIPTS[script].warm_up else DECAY
+    assert factors == pytest.approx(expected), (
         f"{script}: the learning rate of parameter group {group}, as factors of its peak in steps "
-        f"1, 4, 7 and 10 of 12, is {factors}, not {FACTORS[script]}")
+        f"1, 4, 7 and 10 of 12, is {factors}, not {expected}")
 
 
 # ---- cifar10_ddp's optimizer ----
@@ -131,9 +121,6 @@ def test_dropout(script, layer, probability):
 
 
 # ---- pixels ----
-PIXELS = {"mnist_dp": (0, 1), "fashionmnist_ddp": (0, 1), "cifar10_ddp": (-115 / 57, 140 / 57)}
-
-
 class See(nn.Module):
     """A model that keeps its inputs."""
 
@@ -149,14 +136,15 @@ class See(nn.Module):
 @pytest.mark.parametrize("script", IMAGE_SCRIPTS)
 def test_black_and_white_pixels(script):
     """The model sees black and white as the ends of its range; the data is not written to."""
-    channels = 3 if script == "cifar10_ddp" else 1
+    channels = SCRIPTS[script].channels
     images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
     images = images.repeat(1, channels, 28, 28)
     model = See(channels).eval()
     load_script(script).loss_and_correct(model, images, torch.tensor([0, 1]))
     ends = model.images[0].unique().tolist() + model.images[1].unique().tolist()
-    assert ends == pytest.approx(PIXELS[script]), (
-        f"{script}: the model sees black and white as {ends}, not {PIXELS[script]}")
+    expected = SCRIPTS[script].black_and_white
+    assert ends == pytest.approx(expected), (
+        f"{script}: the model sees black and white as {ends}, not {expected}")
     assert images.unique().tolist() == [0, 255], f"{script}: loss_and_correct changes its images"
 
 
