@@ -72,7 +72,7 @@ class Read(NamedTuple):
 
 class Life(NamedTuple):
     """What was seen of a run from its start to its end."""
-    statuses: list  # of each rank, as Python's; empty if one was killed
+    statuses: list  # of each rank, as Python's; empty if one was killed; or that they did not end
     text: str  # of all ranks and loader processes
     reads: list
     loaders: dict  # from (rank, step) to the ids of its loader processes
@@ -130,6 +130,8 @@ def live(script, log, *flags, nproc=1, prepare=nothing, at_step=nothing):
         statuses = [code for _, code, _ in ranks]
     except ProcessExitedException:
         pass
+    except AssertionError as error:  # fork has waited in vain
+        statuses = [str(error)]
     finally:
         loaders = {(rank, step): pids for rank, step, *pids in notes(f"{log}.loaders")}
         left = left_after(10, lambda: living(set(sum(loaders.values(), []))))
