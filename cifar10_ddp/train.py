@@ -6,8 +6,7 @@
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
     torchrun --standalone --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32
-    torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --model resnet50 \\
-        --pretrained --lr 0.01 --workers 8
+    torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --pretrained --lr 0.02
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. On CPUs, with the same PyTorch and the same number of processes and threads, the final
@@ -15,7 +14,7 @@ weights are bitwise those of an uninterrupted run, whatever --workers is. (Not w
 transformers: their weights differ slightly.)
 
 Each process uses its share of the cores, unless OMP_NUM_THREADS is set. Under torchrun,
-OMP_NUM_THREADS=1 has no effect: it cannot be told from torchrun's default.
+OMP_NUM_THREADS=1 is ignored: torchrun sets it itself.
 
 To train something else, edit the functions above train().
 
@@ -58,12 +57,12 @@ def parse_args(flags=None):
     add = parser.add_argument
     add("--epochs", type=at_least(1), default=30, help="passes over the data")
     add("--batch-size", type=at_least(1), default=128,
-        help="images that a process computes at once; a larger share of a step is done in parts")
+        help="images per forward pass; a larger share of a step accumulates gradients")
     add("--global-batch", type=at_least(1), metavar="N",
         help="images per step of all processes; None: batch size times processes")
     add("--model", default="resnet18", choices=models.list_models(module=models), metavar="NAME",
         help="a classifier of torchvision.models; the recipe is tuned for resnet18")
-    add("--pretrained", action="store_true", default=None, help="start from torchvision's weights")
+    add("--pretrained", action="store_true", help="start from torchvision's weights")
     add("--image-size", type=at_least(1), metavar="PIXELS",
         help="height and width; None: 224, and 32 for resnet18 on CIFAR-10")
     add("--workers", type=at_least(0), default=2, help="processes that load images, per process")
@@ -72,14 +71,16 @@ def parse_args(flags=None):
     add("--bf16", action="store_true", help="bfloat16; slow on GPUs before A100 and many CPUs")
     add("--data-dir", default="data", help="folder of CIFAR-10, downloaded if missing")
     data = parser.add_mutually_exclusive_group()
-    data.add_argument("--image-folder", metavar="DIR",
+    data.add_argument("--image-folder", type=os.path.realpath, metavar="DIR",
                       help="train on DIR/train/CLASS/*, test on DIR/val/CLASS/*")
     data.add_argument("--fake-data", type=at_least(1), nargs="?", const=512, metavar="N",
                       help="train on N generated images")
     add("--checkpoint", type=os.path.realpath, metavar="FILE", help="to save to and resume from")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints")
-    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: every step")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="to wait for others")
+    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS",
+        help="to the next log line, where a signal stops the run; 0: every step")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS",
+        help="to wait for other processes, also while rank 0 downloads")
     return parser.parse_args(flags)
 
 
@@ -97,6 +98,8 @@ def build_model(args, classes, global_batch, device):
     options = {}
     if args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
+    if args.model.startswith("vit_"):  # vision transformers are built for one size
+        options = {"image_size": image_size(args)}
     model = models.get_model(args.model, num_classes=classes, **options)
     if is_small_resnet(args):  # the usual stem for small images: 3 x 3, without stride and pooling
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
@@ -107,7 +110,7 @@ def build_model(args, classes, global_batch, device):
     groups = [{"params": weights, "weight_decay": 5e-4}, {"params": others}]  # biases, norms
     optimizer = torch.optim.SGD(groups, lr=args.lr * global_batch / 256, momentum=0.9,
                                 nesterov=True, fused=True)
-    # To clip gradients:
+    # To clip gradients, after they are averaged:
     # def clip(*_):
     #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     # optimizer.register_step_pre_hook(clip)
@@ -127,23 +130,23 @@ def image_size(args):
 
 def pretrained_weights(args):
     """Return torchvision's weights by name, downloaded unless they are there, or exit."""
-    weights = models.get_model_weights(args.model).DEFAULT
     try:
         with socket_timeout(60):
-            return weights.get_state_dict(progress=False)
+            return models.get_model(args.model, weights="DEFAULT", progress=False).state_dict()
     except Exception as error:
+        url = models.get_model_weights(args.model).DEFAULT.url
         folder = os.path.join(torch.hub.get_dir(), "checkpoints")
         sys.exit(f"error: cannot download the weights of --pretrained ({error!r}): "
-                 f"put {weights.url} into {folder}")
+                 f"put {url} into {folder}")
 
 
 def load_same_shapes(model, weights):
-    """Load the weights that have the same name and shape in the model: not the last layer's."""
+    """Load the weights whose name and shape are those of the model, and keep its others."""
     state = model.state_dict()
-    for name, tensor in weights.items():
-        if name in state and state[name].shape == tensor.shape:
-            state[name] = tensor
-    model.load_state_dict(state)
+    fitting = {name: tensor for name, tensor in weights.items()
+               if name in state and state[name].shape == tensor.shape}
+    model.load_state_dict({**state, **fitting})
+    log(f"pretrained: {len(fitting)} of {len(state)} tensors")
 
 
 def learning_rate(step, total_steps):
@@ -174,7 +177,10 @@ def check_image_folder(folder):
 
 
 def load_data(args, train_set):
-    """Return a data set of pairs (image, label): a PIL image or uint8 (3, H, W), and an integer."""
+    """Return a data set of pairs (image, label): a PIL image or uint8 (3, H, W), and an integer.
+
+    Its attribute classes has the names of the classes. Without it, there are 10.
+    """
     if args.image_folder:
         part = "train" if train_set else "val"
         return ImageFolder(os.path.join(args.image_folder, part), loader=read_image)
@@ -194,19 +200,16 @@ def read_image(path):
 def transforms(args, train_set):
     """Return what turns an image into uint8 (3, size, size), at random for training."""
     size = image_size(args)
-    steps = [v2.ToImage()]
     if args.image_folder and train_set:
-        steps.append(v2.RandomResizedCrop(size))
+        steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
     elif args.image_folder:
-        steps.append(v2.Resize(size * 8 // 7))  # 256 for 224
-        steps.append(v2.CenterCrop(size))
+        steps = [v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
     elif train_set:
-        steps.append(v2.RandomCrop(32, padding=4, padding_mode="reflect"))
-    if not args.image_folder and size != 32:
-        steps.append(v2.Resize(size))
-    if train_set:
-        steps.append(v2.RandomHorizontalFlip())
-    return v2.Compose(steps)
+        crop = v2.RandomCrop(32, padding=4, padding_mode="reflect")
+        steps = [crop, v2.RandomHorizontalFlip(), v2.Resize(size)]
+    else:
+        steps = [v2.Resize(size)]
+    return v2.Compose([v2.ToImage(), *steps])
 
 
 def normalize(images):
@@ -255,12 +258,13 @@ def train(args):
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     state = {"model": model, "optimizer": optimizer}
     settings = {"script": RUN, "model": args.model, "pretrained": args.pretrained,
-                SAMPLES: data.count(True), "classes": classes, "image_size": args.image_size,
+                SAMPLES: data.count(True), "classes": classes, "image_size": image_size(args),
                 "fake_data": args.fake_data, "batch_size": args.batch_size, "lr": args.lr,
                 "seed": args.seed, "bf16": args.bf16}
     step = restore(checkpoint, settings, state, total_steps)
     del checkpoint  # a second copy of weights and optimizer
-    load_same_shapes(model, weights)  # rank 0 has some, and DDP copies its model to the others
+    if weights:  # only on rank 0: DDP copies its model to the others
+        load_same_shapes(model, weights)
 
     keys = batch_keys(args, data, global_batch, step, parts, rank, world_size)
     loader = start_loader(args, data, keys, device)
@@ -356,7 +360,7 @@ def start_loader(args, data, keys, device):
     They inherit blocked signals: Slurm, Ctrl-C and a closed terminal signal all processes, but the
     training process still needs images until it stops.
     """
-    mp.Lock()  # starts multiprocessing's resource tracker, which unblocks signals (Python 3.11)
+    mp.Lock()  # starts the resource tracker now: its start unblocks signals (Python 3.11)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     loader = iter(DataLoader(data, batch_sampler=keys, num_workers=args.workers,
                              pin_memory=device.type == "cuda", worker_init_fn=init_worker))

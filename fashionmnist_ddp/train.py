@@ -12,7 +12,7 @@ processes. On CPUs, with the same PyTorch and the same number of processes and t
 weights are bitwise those of an uninterrupted run.
 
 Each process uses its share of the cores, unless OMP_NUM_THREADS is set. Under torchrun,
-OMP_NUM_THREADS=1 has no effect: it cannot be told from torchrun's default.
+OMP_NUM_THREADS=1 is ignored: torchrun sets it itself.
 
 To train something else, edit the functions above train().
 
@@ -46,7 +46,7 @@ def parse_args():
     add = parser.add_argument
     add("--epochs", type=at_least(1), default=5, help="passes over the data")
     add("--batch-size", type=at_least(1), default=64,
-        help="images that a process computes at once; a larger share of a step is done in parts")
+        help="images per forward pass; a larger share of a step accumulates gradients")
     add("--global-batch", type=at_least(1), metavar="N",
         help="images per step of all processes; None: batch size times processes")
     add("--lr", type=at_least(0.0), default=3e-3, help="peak learning rate of Adam")
@@ -58,8 +58,10 @@ def parse_args():
         help="train on N generated images")
     add("--checkpoint", type=os.path.realpath, metavar="FILE", help="to save to and resume from")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints")
-    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: every step")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="to wait for others")
+    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS",
+        help="to the next log line, where a signal stops the run; 0: every step")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS",
+        help="to wait for other processes, also while rank 0 downloads")
     return parser.parse_args()
 
 
@@ -91,7 +93,7 @@ def build_model(args, device):
     """Return the model and its optimizer. Each parameter group has its own peak learning rate."""
     model = CNN().to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    # To clip gradients:
+    # To clip gradients, after they are averaged:
     # def clip(*_):
     #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     # optimizer.register_step_pre_hook(clip)

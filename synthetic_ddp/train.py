@@ -16,7 +16,7 @@ processes. On CPUs, with the same PyTorch and the same number of processes and t
 weights are bitwise those of an uninterrupted run.
 
 Each process uses its share of the cores, unless OMP_NUM_THREADS is set. Under torchrun,
-OMP_NUM_THREADS=1 has no effect: it cannot be told from torchrun's default.
+OMP_NUM_THREADS=1 is ignored: torchrun sets it itself.
 
 To train something else, edit the functions above train().
 
@@ -50,7 +50,7 @@ def parse_args():
     add = parser.add_argument
     add("--epochs", type=at_least(1), default=10, help="passes over the data")
     add("--batch-size", type=at_least(1), default=32,
-        help="samples that a process computes at once; a larger share of a step is done in parts")
+        help="samples per forward pass; a larger share of a step accumulates gradients")
     add("--global-batch", type=at_least(1), metavar="N",
         help="samples per step of all processes; None: batch size times processes")
     add("--lr", type=at_least(0.0), default=0.01, help="initial learning rate of Adam")
@@ -63,8 +63,10 @@ def parse_args():
     add("--steps", type=at_least(1), default=20, help="with --model: after 5 warm-up steps")
     add("--checkpoint", type=os.path.realpath, metavar="FILE", help="to save to and resume from")
     add("--save-every", type=at_least(1), default=1, metavar="EPOCHS", help="between checkpoints")
-    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS", help="0: every step")
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="to wait for others")
+    add("--log-every", type=at_least(0.0), default=5, metavar="SECONDS",
+        help="to the next log line, where a signal stops the run; 0: every step")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS",
+        help="to wait for other processes")
     return parser.parse_args()
 
 
@@ -78,7 +80,7 @@ def build_model(args, device):
     """Return the model and its optimizer. Each parameter group has its own peak learning rate."""
     model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    # To clip gradients:
+    # To clip gradients, after they are averaged:
     # def clip(*_):
     #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     # optimizer.register_step_pre_hook(clip)

@@ -26,8 +26,8 @@ SETTINGS = {  # flag: another value, and how the error line names the difference
     "--samples": ("24", "samples 16, not 24"),
     "--fake-data": ("24", "fake_data 16, not 24"),
     "--model": ("resnet34", "model resnet18, not resnet34"),
-    "--pretrained": (None, "pretrained None, not True"),
-    "--image-size": ("48", "image_size None, not 48"),
+    "--pretrained": (None, "pretrained False, not True"),
+    "--image-size": ("48", "image_size 32, not 48"),
 }
 CHANGE_NO_WEIGHTS = {
     "--help",
