@@ -33,8 +33,11 @@ ROTATE = ("def transforms(args, train_set):\n", '''def rotate(image):
 
 
 def transforms(args, train_set):
+    return v2.Compose([rotate, unrotated(args, train_set)])
+
+
+def unrotated(args, train_set):
 ''')
-ROTATED = ("    steps = [v2.ToImage()]\n", "    steps = [rotate, v2.ToImage()]\n")
 READ = "        _, _, train_set, index = key\n"
 BUSY = (READ, READ + '''        if not train_set and torch.utils.data.get_worker_info():
             time.sleep(600)
@@ -168,7 +171,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """A copy whose transforms use random numbers of torch and of Python."""
-    return edited_copy(tmp_path_factory.mktemp("rotate"), ROTATE, ROTATED)
+    return edited_copy(tmp_path_factory.mktemp("rotate"), ROTATE)
 
 
 def flags_of(folder, workers, nproc=2, epochs=2):
@@ -467,7 +470,7 @@ def test_exception_in_training_is_not_followed_by_others(failed):
 def stopped_group(folder, script, tmp_path_factory):
     """Send SIGTERM to all processes of a job at once, as Slurm does, in mid-epoch. Resume it."""
     trial = tmp_path_factory.mktemp("group")
-    copy = edited_copy(trial, ROTATE, ROTATED, SLOW)
+    copy = edited_copy(trial, ROTATE, SLOW)
     flags = (*flags_of(folder, 2), "--checkpoint", trial / "run.pt")
     with launch(copy, *flags, launcher="torchrun", nproc=2) as job:
         job.wait_for("step 4/6 ")
