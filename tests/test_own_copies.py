@@ -166,7 +166,7 @@ def test_lines_print_the_metric_of_the_copy(regression, plain):
         f"the mean absolute error of the last epoch is {plain.error:.4f}, but:\n{regression.text}")
     tested = numbers("test loss [\\d.]+  mean absolute error", regression.text)
     assert tested[-1:] == [pytest.approx(plain.test_error, abs=1e-4)], (
-        f"the mean absolute error of the test set is {plain.test_error:.4f}, but:\n{regression.text}")
+        f"the test set's mean absolute error is {plain.test_error:.4f}, but:\n{regression.text}")
 
 
 def final(path, option):
