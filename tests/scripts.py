@@ -50,8 +50,8 @@ SCRIPTS = {
     ),
     "cifar10_ddp": Script(
         learn=("--fake-data", "384", "--lr", "0.3"),
-        batch_size=8,
-        least_accuracy=0.5,
+        batch_size=4,
+        least_accuracy=0.6,
         smoke_runs=(("torchrun", 2),),  # the slowest: under one launcher
         data_flag="--fake-data",
         no_children=("--workers", "0"),
