@@ -5,10 +5,12 @@ import resource
 
 import pytest
 import torch
+import torch.nn as nn
 from checkpoints import assert_equal, load_checkpoint
 from functions import load_script, train
 from scripts import SCRIPTS
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchvision import models
 
 FLIPPED_BITS = 1000
 
@@ -206,13 +208,11 @@ def test_full_disk_leaves_the_last_checkpoint(full_disk):
 
 
 # --- the fourth version (commit 0e1f8c5) ---
-FOURTH_VERSION = {
+FOURTH_VERSION = {  # its settings
     "cpu_ddp": {"script": "cpu_ddp", "samples": 32, "batch_size": 16, "lr": 0.01, "seed": 5,
                 "bf16": False},
     "mnist_dp": {"script": "mnist_dp", "images": 32, "fake_data": 32, "batch_size": 16, "lr": 0.01,
                  "seed": 5, "bf16": False},
-    "cifar10_ddp": {"script": "cifar10_ddp", "model": "resnet18", "images": 32, "fake_data": 32,
-                    "batch_size": 16, "lr": 0.01, "seed": 5, "bf16": False},
     "fashionmnist_ddp": {"script": "fashionmnist_ddp", "images": 32, "fake_data": 32,
                          "batch_size": 16, "lr": 0.01, "seed": 5, "bf16": False},
     "synthetic_ddp": {"script": "synthetic_ddp", "samples": 32, "batch_size": 16, "lr": 0.01,
@@ -222,10 +222,10 @@ FOURTH_VERSION = {
 
 @pytest.mark.parametrize("script", FOURTH_VERSION)
 def test_checkpoint_of_the_fourth_version_resumes(script, tmp_path):
-    """Its layout: model, optimizer, step, settings, global_batch. Its settings are above."""
+    """Its layout: model, optimizer, step, settings, global_batch. The recipe is the same."""
     path = tmp_path / "run.pt"
     flags = (SCRIPTS[script].data_flag, 32, "--batch-size", 16, "--lr", 0.01, "--seed", 5,
-             *SCRIPTS[script].no_children, "--checkpoint", path)
+             "--checkpoint", path)
     train(script, "--epochs", 1, *flags)
     present = load_checkpoint(path)
     torch.save({"model": present["model"], "optimizer": present["optimizer"], "step": 2,
@@ -237,3 +237,20 @@ def test_checkpoint_of_the_fourth_version_resumes(script, tmp_path):
     assert step == 4, (
         f"{script} has resumed a checkpoint of the fourth version at step 2 of 4: it must end at "
         f"step 4, not {step}")
+
+
+def test_cifar10_checkpoint_of_the_fourth_version_is_refused(tmp_path):
+    """Its recipe was another one, with one parameter group."""
+    path = tmp_path / "run.pt"
+    model = models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    settings = {"script": "cifar10_ddp", "model": "resnet18", "images": 32, "fake_data": 32,
+                "batch_size": 16, "lr": 0.1, "seed": 5, "bf16": False}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2,
+                "settings": settings, "global_batch": 16}, path)
+    ((_, code, _),) = train("cifar10_ddp", "--fake-data", 32, "--batch-size", 16, "--lr", 0.1,
+                            "--seed", 5, "--checkpoint", path, *SCRIPTS["cifar10_ddp"].no_children)
+    assert str(code).startswith(f"error: {path} "), (
+        "cifar10_ddp has another recipe since the fourth version: its checkpoint must be refused "
+        f"by an error line that names it, but the run ended with {code!r}")

@@ -130,7 +130,7 @@ def disturbed(request, tmp_path_factory):
         keep("SIGINT", signal_to(last_rank, signal.SIGINT, 2))  # after step 2
     finally:
         os.fsync = fsync
-    save_time = checkpoint.stat().st_mtime
+    save_time = checkpoint.stat().st_ctime  # of the rename
     keep("SIGTERM", signal_to(0, signal.SIGTERM, 4))  # after step 6, the end of an epoch
     keep("SIGHUP", hang_up)  # after step 9
     with pytest.raises(ProcessExitedException):
@@ -166,7 +166,8 @@ def test_stopped_run_has_saved_its_last_step(disturbed, name, step):
 @pytest.mark.parametrize("name, step", [("SIGINT", 2), ("SIGTERM", 6)])
 def test_stopped_run_says_so_once(disturbed, name, step):
     text = disturbed.lives[name].text
-    assert text.count(f"stopped by a signal after step {step}\n") == 1, (
+    count = text.count(f"stopped by a signal after step {step}\n")
+    assert count == 1, (
         f"{disturbed.script} stopped by {name}: one line, by rank 0, must say 'stopped by a signal "
         f"after step {step}'\n{text}")
 
@@ -217,7 +218,8 @@ def test_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(disturbed):
     stopped = disturbed.lives["SIGTERM"].text
     assert "epoch 1/3  test loss" not in stopped, f"it was stopped before its evaluation\n{stopped}"
     resumed = disturbed.lives["SIGHUP"].text
-    assert resumed.count("epoch 1/3  test loss") == 1, (
+    count = resumed.count("epoch 1/3  test loss")
+    assert count == 1, (
         f"{disturbed.script} resumed at the end of epoch 1, whose evaluation was missed: it must "
         f"print one line 'epoch 1/3  test loss ...'\n{resumed}")
 
@@ -230,7 +232,8 @@ def test_finished_run_is_only_evaluated(script, tmp_path):
     assert again.steps == [0] * len(again.steps), (
         f"{script}: the same command after the end must not train, but computed {again.steps} "
         f"steps\n{again.text}")
-    assert again.text.count("epoch 1/1  test loss") == 1, (
+    count = again.text.count("epoch 1/1  test loss")
+    assert count == 1, (
         f"{script}: the same command after the end must print the test loss once\n{again.text}")
     assert set(again.statuses) == {0}, (
         f"{script}: the same command after the end must end with status 0: {again.statuses}\n"
