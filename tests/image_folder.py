@@ -23,7 +23,8 @@ def write_images(folder, train=12, val=5, size=40):
         for number in range(count):
             label = number % len(CLASSES)
             image = torch.randint(40, (3, size, size), generator=generator)
-            image[0] += 200 * (part == "val")
+            if part == "val":
+                image[0] += 200
             image[1] += 200 * label
             image[2] += 15 * number
             suffix = "png" if number % 4 == 0 else "jpg"
