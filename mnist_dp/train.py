@@ -89,7 +89,7 @@ def build_model(args, device):
     """Return the model and its optimizer. Each parameter group has its own peak learning rate."""
     model = CNN(args.bf16).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    # To clip gradients:
+    # To clip gradients, after they are averaged:
     # def clip(*_):
     #     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     # optimizer.register_step_pre_hook(clip)

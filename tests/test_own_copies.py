@@ -205,8 +205,8 @@ def test_rates_come_from_the_code_and_not_from_the_checkpoint(regression, plain,
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_commented_lines_clip_gradients(script, tmp_path):
     text = script_path(script).read_text()
-    found = re.search(r"    # To clip gradients:\n((?:    # .*\n)+)", text)
-    assert found, f"build_model of {script} has no comment 'To clip gradients:' with the code"
+    found = re.search(r"    # To clip gradients, after they are averaged:\n((?:    # .*\n)+)", text)
+    assert found, f"build_model of {script} has no comment 'To clip gradients' with the code"
     code = found[1].replace("    # ", "    ").replace("1.0)", "1e-3)")
     (tmp_path / "train.py").write_text(text.replace(found[0], code))
     (norms,) = finish(tmp_path / "train.py", SCRIPTS[script].data_flag, 8, "--batch-size", 4,
