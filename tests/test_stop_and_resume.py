@@ -63,8 +63,12 @@ def live(script, checkpoint, output, at_step=None, epochs=3, nohup=False):
         register_optimizer_step_post_hook(after_step)
         return steps
 
-    ranks = train(script, *flags_of(script, checkpoint, epochs), *SCRIPTS[script].no_children,
-                  nproc=processes_of(script), setup=setup)
+    try:
+        ranks = train(script, *flags_of(script, checkpoint, epochs), *SCRIPTS[script].no_children,
+                      nproc=processes_of(script), setup=setup)
+    except AssertionError as error:
+        raise AssertionError(f"{script}: {error}. Has a signal to one process stopped only this "
+                             f"one?\n{output.read_text()}") from None
     text = output.read_text()
     statuses = []
     for _, code, _ in ranks:
