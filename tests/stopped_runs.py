@@ -16,23 +16,24 @@ def finish(script, *flags, nproc, setup=no_setup):
     return [result for result, _, _ in results]
 
 
-def stop(script, *flags, nproc, after):
+def stop(script, *flags, nproc, after, setup=no_setup):
     """Train until a signal stops the run after this step. The last flag is the checkpoint."""
-    train(script, *flags, nproc=nproc, setup=stop_after(after))
+    def setup_and_stop(module, rank):
+        setup(module, rank)
+        stop_after(after, rank)
+
+    train(script, *flags, nproc=nproc, setup=setup_and_stop)
     step = load_checkpoint(flags[-1])["step"]
     assert step == after, f"a signal in step {after} has stopped the run after step {step}"
 
 
-def stop_after(number):
-    """Return a setup for train(): rank 0 gets SIGTERM at the end of step `number`."""
-    def setup(module, rank):
-        steps = []
+def stop_after(number, rank):
+    """Let rank 0 get SIGTERM at the end of step `number`."""
+    steps = []
 
-        def after_step(*_):
-            steps.append(rank)
-            if rank == 0 and len(steps) == number:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def after_step(*_):
+        steps.append(rank)
+        if rank == 0 and len(steps) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        register_optimizer_step_post_hook(after_step)
-
-    return setup
+    register_optimizer_step_post_hook(after_step)
