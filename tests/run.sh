@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the quick tests: about 4 minutes on 2 cores. Every script trains for one epoch on the CPU and
+# Run the quick tests: about 3 minutes on 2 cores. Every script trains for one epoch on the CPU and
 # learns; the copies are equal; each sample is used once; what is printed is true; settings and
 # mistakes are refused; a stopped run resumes exactly. Where there are GPUs, it trains on them.
 #
