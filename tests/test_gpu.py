@@ -44,7 +44,7 @@ def learn(script, *more, launcher="python", nproc=1, gpus=GPUS):
     batch_size = details.batch_size
     if details.several_processes and nproc == 1:
         batch_size = 2 * batch_size
-    epochs = max(1, nproc // 2)
+    epochs = (nproc + 1) // 2
     text = finish(script, "--epochs", epochs, "--batch-size", batch_size, *details.learn, *more,
                   launcher=launcher, nproc=nproc, env=visible(gpus))
     accuracy = float(re.findall(r"test loss [\d.]+  accuracy ([\d.]+)", text)[-1])
