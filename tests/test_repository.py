@@ -259,6 +259,11 @@ SEQUENCE_LINES = [
     r"[Nn]ote (over|left of|right of) \w+(, ?\w+)*: .+", r"(loop|alt|opt|par|else|and|rect) .*",
     "(end|else|autonumber)", r"%%.*",
 ]
+NUMBER = r"\d+(?:\.\d+)?"
+CHART_LINES = [
+    r'title "[^"]*"', rf'[xy]-axis "[^"]*" {NUMBER} --> {NUMBER}',
+    rf"(line|bar) \[{NUMBER}(, {NUMBER})*\]", r"%%.*",
+]
 
 
 def mermaid_blocks():
@@ -277,6 +282,8 @@ def test_a_diagram_is_plain_mermaid(path, text):
     first, *lines = [line.strip() for line in text.splitlines() if line.strip()]
     if re.fullmatch(r"(flowchart|graph) (LR|RL|TB|TD|BT)", first):
         forms = FLOWCHART_LINES
+    elif first == "xychart-beta":
+        forms = CHART_LINES
     else:
         forms = SEQUENCE_LINES
         assert first == "sequenceDiagram", f"{name_of(path)}: unknown Mermaid diagram {first!r}"
@@ -287,3 +294,20 @@ def test_a_diagram_is_plain_mermaid(path, text):
     ends = lines.count("end")
     assert ends == len(begins), (
         f"{name_of(path)}: a Mermaid diagram begins {len(begins)} blocks and ends {ends}:\n{text}")
+
+
+CHARTS = [(path, text) for path, text in mermaid_blocks() if text.startswith("xychart-beta")]
+
+
+@pytest.mark.parametrize("path, text", CHARTS)
+def test_a_chart_has_a_point_for_each_epoch_inside_its_axes(path, text):
+    axes = {}
+    for axis, low, high in re.findall(rf'([xy])-axis ".*" ({NUMBER}) --> ({NUMBER})', text):
+        axes[axis] = (float(low), float(high))
+    values = [float(value) for value in re.search(r"line \[(.*)\]", text)[1].split(",")]
+    first, last = axes["x"]
+    assert len(values) == last - first + 1, (
+        f"{name_of(path)}: a chart has {len(values)} points for epochs {first:.0f} to {last:.0f}")
+    low, high = axes["y"]
+    outside = [value for value in values if not low <= value <= high]
+    assert not outside, f"{name_of(path)}: a chart's axis {low} to {high} does not show {outside}"
