@@ -262,7 +262,7 @@ SEQUENCE_LINES = [
 NUMBER = r"\d+(?:\.\d+)?"
 CHART_LINES = [
     r'title "[^"]*"', rf'[xy]-axis "[^"]*" {NUMBER} --> {NUMBER}',
-    rf"(line|bar) \[{NUMBER}(, {NUMBER})*\]", r"%%.*",
+    rf"(line|bar) \[{NUMBER}(, ?{NUMBER})*\]", r"%%.*",
 ]
 
 
