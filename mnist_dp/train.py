@@ -65,7 +65,7 @@ METRIC = "accuracy"  # in log lines: the mean of what loss_and_correct returns s
 
 
 class CNN(nn.Module):
-    """A CNN like that of the notebook: images (N, 1, 28, 28) to logits (N, 10)."""
+    """The CNN of fashionmnist_ddp: images (N, 1, 28, 28) to logits (N, 10)."""
 
     def __init__(self, bf16):
         super().__init__()
