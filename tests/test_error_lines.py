@@ -28,7 +28,7 @@ MISTAKES = [
     Mistake("a learning rate that is infinite", "cpu_ddp", "--lr inf", "--lr"),
     Mistake("an unknown model", "cifar10_ddp", "--model resnet19", "resnet18"),
     Mistake("an unknown flag", "cpu_ddp", "--fake-data", "--fake-data"),
-    Mistake("no data", "mnist_dp", "--data-dir absent", "--fake-data"),
+    Mistake("no data", "mnist_dp", "--data-dir {folder}/absent", "--fake-data"),
     Mistake("damaged data", "mnist_dp", "--data-dir {folder}", "delete"),
     Mistake("no folder of images", "cifar10_ddp", "--image-folder absent", "train/CLASS"),
     Mistake("fake images and a folder", "cifar10_ddp", "--image-folder a --fake-data", "--fake"),
