@@ -178,6 +178,14 @@ def is_worker(pid):
     return b".py\0" in command and b"torch.distributed.run" not in command
 
 
+def wait_until_gone(job, what, timeout=60):
+    """Wait until no process of the job is left. The message of a failure begins with what."""
+    end = time.monotonic() + timeout
+    while job.pids():
+        assert time.monotonic() < end, f"{what}: processes are left for {timeout} s\n{job.text}"
+        time.sleep(0.05)
+
+
 def start(script, *flags, launcher="python", nproc=1, options=(), cwd=None, env=None,
           rank_flags=None):
     """Start a script (a name of SCRIPTS, or a path). Return the Job, for a `with` statement.
