@@ -29,7 +29,7 @@ def visible_gpus():
 
 GPUS = visible_gpus()  # before conftest.py hides them
 LAUNCHER_VARIABLES = re.compile(
-    r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP)_|RANK$|WORLD_SIZE$")
+    r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP|OMPI|PMI|PMIX)_|RANK$|WORLD_SIZE$")
 
 
 def free_port():
@@ -178,6 +178,14 @@ def is_worker(pid):
     return b".py\0" in command and b"torch.distributed.run" not in command
 
 
+def wait_until_gone(job, what, timeout=60):
+    """Wait until no process of the job is left. The message of a failure begins with what."""
+    end = time.monotonic() + timeout
+    while job.pids():
+        assert time.monotonic() < end, f"{what}: processes are left for {timeout} s\n{job.text}"
+        time.sleep(0.05)
+
+
 def start(script, *flags, launcher="python", nproc=1, options=(), cwd=None, env=None,
           rank_flags=None):
     """Start a script (a name of SCRIPTS, or a path). Return the Job, for a `with` statement.
@@ -211,8 +219,9 @@ def start_step(path, flags, nproc, port, cwd, env, rank_flags):
             command += rank_flags(rank)
         commands.append(command)
         environments.append(clean_environment(
-            SLURM_JOB_ID=4711, SLURM_STEP_NUM_TASKS=nproc, SLURM_STEP_NODELIST="localhost",
-            SLURM_PROCID=rank, SLURM_LOCALID=rank, MASTER_PORT=port, **env))
+            SLURM_JOB_ID=4711, SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=nproc,
+            SLURM_STEP_NODELIST="localhost", SLURM_PROCID=rank, SLURM_LOCALID=rank,
+            MASTER_PORT=port, **env))
     return Job(commands, environments, cwd)
 
 

@@ -9,46 +9,45 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from typing import NamedTuple
 
 import pytest
+import torch
+import torch.nn as nn
 from checkpoints import assert_equal, load_checkpoint
-from functions import train
-from processes import clean_environment, run, start
-from scripts import DDP_SCRIPTS, SCRIPTS, script_path
-from torch.multiprocessing import ProcessExitedException
+from functions import load_script, train
+from processes import clean_environment, start, wait_until_gone
+from recorder import use_small_model
+from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS, script_path
+from stopped_runs import finish, signal_after, stop
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Three epochs of six steps of 12 samples. The sum of three gradients depends on their order.
-TOTAL_STEPS = 18
 MORE_FLAGS = {"cifar10_ddp": ("--model", "mnasnet0_5", "--image-size", 32)}  # BatchNorm, dropout
 START = 240  # seconds within which a new interpreter trains, on a machine that is very busy
 
 
-def processes_of(script):
-    return 3 if SCRIPTS[script].several_processes else 1
-
-
-def flags_of(script, checkpoint, epochs=3):
-    """Return the flags of a run that looks for signals and logs in each step."""
-    return (SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()),
-            "--batch-size", 12 // processes_of(script), "--epochs", epochs,
-            "--save-every", 1, "--log-every", 0, "--checkpoint", checkpoint)
+def flags_of(script, *more):
+    """Return the flags of a run of three epochs of six steps, on two processes."""
+    return (SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()), "--batch-size", 6,
+            "--epochs", 3, "--log-every", 3600, *more)
 
 
 class Life(NamedTuple):
-    """What was seen of the processes from one start of a script to their end."""
-    statuses: list  # the exit status of each rank
+    """What was seen of two processes from one start of a script to their end."""
+    statuses: list  # the exit status of each rank, or what sys.exit has printed
     ends: list      # the time at which each rank ended
     steps: list     # how many steps each rank has computed
-    text: str       # stdout and stderr of all ranks
+    saved: int      # the step of the checkpoint
+    save_time: float  # when it was complete
+    text: str       # stdout of all ranks
 
 
-def live(script, checkpoint, output, at_step=None, epochs=3, nohup=False):
-    """Train in forked processes, and call at_step(rank, number of steps computed) after each step.
+def live(script, checkpoint, *more, at_start=None, at_step=None, check_every=1):
+    """Train on two processes. Call at_start(rank), and after each step at_step(rank, count)."""
+    output = checkpoint.parent / f"{time.monotonic()}.txt"
 
-    What the processes print goes to the file output, which must be new. nohup ignores SIGHUP.
-    """
     def setup(module, rank):
         steps = []
 
@@ -57,34 +56,19 @@ def live(script, checkpoint, output, at_step=None, epochs=3, nohup=False):
             if at_step:
                 at_step(rank, len(steps))
 
-        if nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        sys.stdout = sys.stderr = open(output, "a", buffering=1)
+        sys.stdout = open(output, "a", buffering=1)
+        if check_every:
+            module.CHECK_EVERY = check_every
+        if at_start:
+            at_start(rank)
         register_optimizer_step_post_hook(after_step)
         return steps
 
-    try:
-        ranks = train(script, *flags_of(script, checkpoint, epochs), *SCRIPTS[script].no_children,
-                      nproc=processes_of(script), setup=setup)
-    except AssertionError as error:
-        raise AssertionError(f"{script}: {error}. Has a signal to one process stopped only this "
-                             f"one?\n{output.read_text()}") from None
-    text = output.read_text()
-    statuses = []
-    for _, code, _ in ranks:
-        if isinstance(code, str):  # Python prints what sys.exit is given, and exits with 1
-            text += f"{code}\n"
-            code = 1
-        statuses.append(code)
-    return Life(statuses, [end for *_, end in ranks], [len(steps) for steps, *_ in ranks], text)
-
-
-def signal_to(stopped_rank, signum, step):
-    """Return a function for live: this rank sends itself a signal after this many steps."""
-    def at_step(rank, steps):
-        if rank == stopped_rank and steps == step:
-            os.kill(os.getpid(), signum)
-    return at_step
+    flags = flags_of(script, "--checkpoint", checkpoint, *SCRIPTS[script].no_children, *more)
+    ranks = train(script, *flags, nproc=2, setup=setup)
+    steps, statuses, ends = zip(*ranks)
+    return Life(list(statuses), ends, [len(rank) for rank in steps],
+                load_checkpoint(checkpoint)["step"], checkpoint.stat().st_ctime, output.read_text())
 
 
 # --- one run in five lives: SIGINT, SIGTERM, SIGHUP, SIGKILL, and to its end ---
@@ -93,8 +77,6 @@ class Run(NamedTuple):
     checkpoint: object  # of the run that was disturbed
     undisturbed: object  # the checkpoint of a run that was not
     lives: dict  # from the signal's name to a Life
-    saved: dict  # from the signal's name to the step of the checkpoint after that life
-    save_time: float  # when the checkpoint of the first life was complete
 
 
 class ClosedTerminal:
@@ -102,268 +84,244 @@ class ClosedTerminal:
         raise OSError(errno.EIO, "the terminal is closed")
 
 
-@pytest.fixture(scope="module", params=SCRIPTS)
+@pytest.fixture(scope="module", params=CHECKPOINT_SCRIPTS)
 def disturbed(request, tmp_path_factory):
     """Run a script without a disturbance, and once in five lives."""
     script = request.param
-    last_rank = processes_of(script) - 1
     folder = tmp_path_factory.mktemp(script)
     checkpoint = folder / "run.pt"
-    lives = {}
-    saved = {}
+    lives = {"undisturbed": live(script, folder / "undisturbed.pt")}
 
-    def keep(name, at_step):
-        lives[name] = live(script, checkpoint, folder / f"{name}.txt", at_step)
-        saved[name] = load_checkpoint(checkpoint)["step"]
+    def slow_disk(rank):
+        os.fsync = lambda descriptor: time.sleep(1)
+        if rank == 1:
+            signal_after(2, signal.SIGINT)
 
-    def hang_up(rank, steps):
-        if rank == 0 and steps == 3:
+    def hang_up(rank, count):
+        if rank == 0 and count == 1:
             sys.stdout = ClosedTerminal()
-        signal_to(last_rank, signal.SIGHUP, 3)(rank, steps)
+        if rank == 1 and count == 1:
+            os.kill(os.getpid(), signal.SIGHUP)
 
-    def kill_all(rank, steps):
-        signal_to(rank, signal.SIGKILL, 5)(rank, steps)
+    def terminate(rank):
+        if rank == 0:
+            signal_after(6 - lives["SIGINT"].saved % 6 - 1)
 
-    def slow_disk(*_):
-        time.sleep(1)
+    def kill_all(rank, count):
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    lives["undisturbed"] = live(script, folder / "undisturbed.pt", folder / "undisturbed.txt")
-    fsync = os.fsync
-    os.fsync = slow_disk  # forked processes inherit it
-    try:
-        keep("SIGINT", signal_to(last_rank, signal.SIGINT, 2))  # after step 2
-    finally:
-        os.fsync = fsync
-    save_time = checkpoint.stat().st_ctime  # of the rename
-    keep("SIGTERM", signal_to(0, signal.SIGTERM, 4))  # after step 6, the end of an epoch
-    keep("SIGHUP", hang_up)  # after step 9
+    lives["SIGINT"] = live(script, checkpoint, at_start=slow_disk, check_every=None)
+    lives["SIGTERM"] = live(script, checkpoint, at_start=terminate)
+    lives["SIGHUP"] = live(script, checkpoint, at_step=hang_up)
     with pytest.raises(ProcessExitedException):
-        live(script, checkpoint, folder / "SIGKILL.txt", kill_all)  # after step 14
-    saved["SIGKILL"] = load_checkpoint(checkpoint)["step"]
-    keep("end", None)
-    return Run(script, checkpoint, folder / "undisturbed.pt", lives, saved, save_time)
+        live(script, checkpoint, at_step=kill_all)
+    lives["end"] = live(script, checkpoint)
+    return Run(script, checkpoint, folder / "undisturbed.pt", lives)
 
 
-@pytest.mark.parametrize("name, steps", [("SIGINT", 2), ("SIGTERM", 4), ("SIGHUP", 3)])
-def test_signal_to_one_process_stops_all_after_the_same_step(disturbed, name, steps):
-    life = disturbed.lives[name]
-    assert life.steps == [steps] * len(life.steps), (
-        f"{name} to one process of {disturbed.script} after {steps} steps: all processes must stop "
-        f"after this step, but they computed {life.steps} steps\n{life.text}")
+def test_a_signal_to_one_process_stops_all_after_the_same_step(disturbed):
+    """However far apart the log lines are: here, an hour."""
+    check_every = load_script(disturbed.script).CHECK_EVERY
+    most = {"SIGINT": 2 + check_every, "SIGTERM": 6, "SIGHUP": 2}  # steps of this life
+    for name, last in most.items():
+        life = disturbed.lives[name]
+        first, second = life.steps
+        assert first == second, (
+            f"{name} to one process of {disturbed.script}: all processes must stop after the same "
+            f"step, but they computed {life.steps} steps\n{life.text}")
+        assert first <= last, (
+            f"{name} must stop {disturbed.script} after at most {last} steps (CHECK_EVERY is "
+            f"{check_every}), but it stopped after {first}\n{life.text}")
+        stopped = [f"stopped by a signal after step {life.saved}", 1]
+        assert life.statuses == stopped, (
+            f"{disturbed.script} stopped by {name}: each process must exit with status 1, and rank "
+            f"0 say at which step, as it was saved: {life.statuses}, not {stopped}\n{life.text}")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_stopped_run_exits_with_status_1(disturbed, name):
-    life = disturbed.lives[name]
-    assert life.statuses == [1] * len(life.statuses), (
-        f"{disturbed.script} stopped by {name}: each process must exit with status 1, so that the "
-        f"job counts as unfinished; the statuses are {life.statuses}\n{life.text}")
-
-
-@pytest.mark.parametrize("name, step", [("SIGINT", 2), ("SIGTERM", 6), ("SIGHUP", 9)])
-def test_stopped_run_has_saved_its_last_step(disturbed, name, step):
-    assert disturbed.saved[name] == step, (
-        f"{disturbed.script} stopped by {name} after step {step}: the checkpoint must be of this "
-        f"step, but is of step {disturbed.saved[name]}\n{disturbed.lives[name].text}")
-
-
-@pytest.mark.parametrize("name, step", [("SIGINT", 2), ("SIGTERM", 6)])
-def test_stopped_run_says_so_once(disturbed, name, step):
-    text = disturbed.lives[name].text
-    count = text.count(f"stopped by a signal after step {step}\n")
-    assert count == 1, (
-        f"{disturbed.script} stopped by {name}: one line, by rank 0, must say 'stopped by a signal "
-        f"after step {step}'\n{text}")
+def test_a_stopped_run_has_saved_its_last_step(disturbed):
+    step = 0
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        life = disturbed.lives[name]
+        step += life.steps[0]
+        assert life.saved == step, (
+            f"{disturbed.script} stopped by {name} after step {step}: the checkpoint must be of "
+            f"this step, but is of step {life.saved}\n{life.text}")
 
 
 def test_all_processes_wait_until_rank_0_has_saved(disturbed):
     """A launcher ends the others when one process exits. Here, saving takes a second longer."""
-    first_end = min(disturbed.lives["SIGINT"].ends)
-    assert first_end >= disturbed.save_time, (
-        f"{disturbed.script}: a process exited {disturbed.save_time - first_end:.2f} s before "
-        "rank 0 had saved; its launcher would kill rank 0 meanwhile (is there a barrier?)")
+    life = disturbed.lives["SIGINT"]
+    early = life.save_time - min(life.ends)
+    assert early <= 0, (
+        f"{disturbed.script}: a process exited {early:.2f} s before rank 0 had saved; its launcher "
+        "would kill rank 0 meanwhile (is there a barrier?)")
 
 
-def test_killed_run_resumes_from_its_last_checkpoint(disturbed):
-    """It was killed after step 14. Epochs of 6 steps end at step 12, where it saves."""
-    assert disturbed.saved["SIGKILL"] == 12, (
-        f"{disturbed.script} saves after each epoch and was killed after step 14: the checkpoint "
-        f"must be of step 12, not {disturbed.saved['SIGKILL']}")
-    header = "steps 12 to 18\n"
-    assert header in disturbed.lives["end"].text, (
-        f"{disturbed.script} must resume from the checkpoint of step 12 and print {header!r}\n"
-        f"{disturbed.lives['end'].text}")
-
-
-def test_resumed_run_ends_with_status_0(disturbed):
-    life = disturbed.lives["end"]
-    assert life.statuses == [0] * len(life.statuses), (
-        f"{disturbed.script} resumed and finished: the statuses are {life.statuses}\n{life.text}")
-
-
-def test_resumed_run_has_the_weights_of_an_undisturbed_run(disturbed):
-    assert load_checkpoint(disturbed.undisturbed)["step"] == TOTAL_STEPS, "the undisturbed run"
-    place = f"{disturbed.script} stopped 3 times, killed and resumed, beside an undisturbed run"
-    assert_equal(load_checkpoint(disturbed.checkpoint), load_checkpoint(disturbed.undisturbed),
-                 place)
-
-
-def test_previous_checkpoint_is_kept(disturbed):
-    """The file before the last one, which was saved at the end of epoch 2."""
-    step = load_checkpoint(f"{disturbed.checkpoint}.previous")["step"]
-    assert step == 12, (f"{disturbed.script} saved steps 12 and 18: FILE.previous must be of step "
-                        f"12, not {step}")
-
-
-def test_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(disturbed):
-    """SIGTERM stopped it after step 6, before the evaluation of epoch 1."""
+def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(disturbed):
     if disturbed.script == "cpu_ddp":
         return  # it has no test set
-    stopped = disturbed.lives["SIGTERM"].text
-    assert "epoch 1/3  test loss" not in stopped, f"it was stopped before its evaluation\n{stopped}"
+    life = disturbed.lives["SIGTERM"]
+    line = f"epoch {life.saved // 6}/3  test loss"
+    assert life.saved % 6 == 0, f"SIGTERM came before the last step of an epoch: {life.saved}"
+    assert line not in life.text, f"it was stopped before its evaluation\n{life.text}"
+    # ClosedTerminal prints nothing after the first step of this life
     resumed = disturbed.lives["SIGHUP"].text
-    count = resumed.count("epoch 1/3  test loss")
-    assert count == 1, (
-        f"{disturbed.script} resumed at the end of epoch 1, whose evaluation was missed: it must "
-        f"print one line 'epoch 1/3  test loss ...'\n{resumed}")
+    assert resumed.count(line) == 1, (
+        f"{disturbed.script} resumed at the end of an epoch, whose evaluation was missed: it must "
+        f"print one line {line!r}\n{resumed}")
 
 
-# --- a finished run ---
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "cpu_ddp"])
-def test_finished_run_is_only_evaluated(script, tmp_path):
-    live(script, tmp_path / "run.pt", tmp_path / "first.txt", epochs=1)
-    again = live(script, tmp_path / "run.pt", tmp_path / "again.txt", epochs=1)
-    assert again.steps == [0] * len(again.steps), (
+def test_a_resumed_run_has_the_weights_of_an_undisturbed_run(disturbed):
+    life = disturbed.lives["end"]
+    header = f"steps {disturbed.lives['SIGHUP'].saved} to 18\n"
+    assert header in life.text, (
+        f"{disturbed.script} was killed and must resume from its last checkpoint: its header must "
+        f"end with {header!r}\n{life.text}")
+    assert life.statuses == [0, 0], (
+        f"{disturbed.script} resumed and finished: the statuses are {life.statuses}\n{life.text}")
+    assert disturbed.lives["undisturbed"].saved == 18, "the undisturbed run has not ended"
+    assert_equal(load_checkpoint(disturbed.checkpoint), load_checkpoint(disturbed.undisturbed),
+                 f"{disturbed.script} stopped 3 times, killed and resumed, beside an undisturbed "
+                 "run: the checkpoint")
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_finished_run_is_only_evaluated_and_more_epochs_continue_it(script, tmp_path):
+    first = live(script, tmp_path / "run.pt", "--epochs", 1)
+    again = live(script, tmp_path / "run.pt", "--epochs", 1)
+    assert again.steps == [0, 0], (
         f"{script}: the same command after the end must not train, but computed {again.steps} "
         f"steps\n{again.text}")
-    count = again.text.count("epoch 1/1  test loss")
-    assert count == 1, (
-        f"{script}: the same command after the end must print the test loss once\n{again.text}")
-    assert set(again.statuses) == {0}, (
-        f"{script}: the same command after the end must end with status 0: {again.statuses}\n"
-        f"{again.text}")
+    assert again.statuses == [0, 0], (
+        f"{script}: the same command after the end must end with status 0: {again.statuses}")
+    evaluations = first.text.count("test loss"), again.text.count("test loss")
+    assert evaluations[0] == evaluations[1], (
+        f"{script}: the same command after the end must only evaluate, and print this line once, "
+        f"as the first time; lines of the first and second time: {evaluations}\n{again.text}")
+    longer = live(script, tmp_path / "run.pt", "--epochs", 2)
+    assert (longer.steps, longer.saved) == ([6, 6], 12), (
+        f"{script}: --epochs 2 after --epochs 1 must compute the 6 steps of the second epoch, and "
+        f"save step 12: steps {longer.steps}, saved {longer.saved}\n{longer.text}")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_more_epochs_continue_a_finished_run(script, tmp_path):
-    live(script, tmp_path / "run.pt", tmp_path / "first.txt", epochs=1)
-    longer = live(script, tmp_path / "run.pt", tmp_path / "longer.txt", epochs=2)
-    assert longer.steps == [6] * len(longer.steps), (
-        f"{script}: --epochs 2 after --epochs 1 must compute the 6 steps of the second epoch, not "
-        f"{longer.steps}\n{longer.text}")
-    assert load_checkpoint(tmp_path / "run.pt")["step"] == 12, (
-        f"{script}: the checkpoint of a continued run must be of step 12\n{longer.text}")
+# --- when it saves ---
+@pytest.mark.parametrize("seconds, flags, expected", [
+    (60, ("--save-every", 2.5), [3, 6, 8, 11, 14, 16]),  # in mid-epoch, and at its end
+    (1, (), [8, 16]),
+], ids=["every 2.5 minutes", "steps of a second"])
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_save_every_counts_minutes(script, seconds, flags, expected, tmp_path):
+    """By a made-up clock. Two epochs of 8 steps. cpu_ddp evaluates nothing, and saves at the end."""
+    def setup(module, rank):
+        use_small_model(module, script)
+        steps = []
+        saved = []
+        learning_rate = module.learning_rate
+
+        def count_step(*arguments):
+            steps.append(seconds)
+            return learning_rate(*arguments)
+
+        module.learning_rate = count_step
+        module.time = Namespace(perf_counter=lambda: sum(steps), sleep=time.sleep)
+        module.save_checkpoint = lambda path, *rest: saved.append(rest[-1])
+        return saved
+
+    if script == "cpu_ddp":
+        expected = [3, 6, 9, 12, 15, 16] if flags else [16]
+    (saved,) = finish(script, SCRIPTS[script].data_flag, 16, "--batch-size", 2, "--epochs", 2,
+                      *flags, "--checkpoint", tmp_path / "run", *SCRIPTS[script].no_children,
+                      nproc=1, setup=setup)
+    assert saved == expected, (
+        f"{script} with steps of {seconds} s and {flags or 'the default of 5 minutes'} must save "
+        f"after steps {expected}, and has saved after {saved}")
 
 
-# --- nohup, and a pipe whose reader ends ---
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_nohup_ignores_sighup(script, tmp_path):
-    """nohup starts a program with SIGHUP ignored."""
-    def hang_up(rank, steps):
-        os.kill(os.getpid(), signal.SIGHUP)
-
-    life = live(script, tmp_path / "run.pt", tmp_path / "output.txt", hang_up, epochs=1, nohup=True)
-    assert life.statuses == [0] * len(life.statuses), (
-        f"nohup python train.py ({script}) must go on when the terminal is closed, but it ended "
-        f"with {life.statuses}\n{life.text}")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_closed_pipe_does_not_prevent_the_save(script, tmp_path):
-    """As typed: python train.py ... | head -2"""
-    flags = flags_of(script, tmp_path / "run.pt", epochs=2)
-    command = shlex.join(map(str, [sys.executable, script_path(script), *flags]))
-    result = subprocess.run(["bash", "-c", f"{command} | head -2"], env=clean_environment(),
-                            capture_output=True, text=True, timeout=START)
-    assert result.stdout.count("\n") == 2, f"head must have read two lines: {result}"
-    assert (tmp_path / "run.pt").exists(), (
-        f"python {script}/train.py ... | head -2: the run must go on without its reader, and "
-        f"save\n{result.stderr}")
-    total_steps = 2 * 72 // flags[flags.index("--batch-size") + 1]
-    step = load_checkpoint(tmp_path / "run.pt")["step"]
-    assert step == total_steps, (
-        f"python {script}/train.py ... | head -2: the run must go on without its reader up to "
-        f"step {total_steps}, but the checkpoint is of step {step}\n{result.stderr}")
-
-
-# --- mp.spawn: python train.py --nproc 2 ---
-def start_spawn(checkpoint):
-    """Start a run of two processes that ends only if it is stopped."""
-    return start("fashionmnist_ddp", "--fake-data", 64, "--batch-size", 8, "--epochs", 10000,
-                 "--save-every", 10000, "--log-every", 0, "--checkpoint", checkpoint,
-                 launcher="spawn", nproc=2)
-
-
-def pids_after(job, seconds):
-    """Return the job's processes that are left after these seconds, without waiting in vain.
-
-    multiprocessing's resource tracker ends a moment after the process that has started it.
-    """
-    end = time.monotonic() + seconds
-    while job.pids() and time.monotonic() < end:
-        time.sleep(0.1)
-    return job.pids()
-
-
-@pytest.mark.parametrize("name, to_group", [
-    ("SIGTERM", False),  # kill PID
-    ("SIGINT", True),    # Ctrl-C: the terminal's signal goes to all processes
-    ("SIGHUP", True),    # a closed terminal, as well
-])
-def test_signal_to_mp_spawn_saves_and_ends_with_status_1(name, to_group, tmp_path):
-    command = f"python fashionmnist_ddp/train.py --nproc 2 and {name}"
-    with start_spawn(tmp_path / "run.pt") as job:
-        job.wait_for("step 5/", START)
-        if to_group:
-            os.killpg(job.processes[0].pid, signal.Signals[name])
-        else:
-            job.send(signal.Signals[name])
-        result = job.finish()
-        left = pids_after(job, 20)
-    assert (tmp_path / "run.pt").exists(), f"{command}: nothing was saved\n{result.text}"
-    assert result.status == 1, (
-        f"{command}: the exit status must be 1, not {result.status}\n{result.text}")
-    assert not left, f"{command}: processes {left} are left behind\n{result.text}"
-
-
-def test_killed_worker_of_mp_spawn_is_reported(tmp_path):
-    """As by the kernel, where memory is short."""
-    with start_spawn(tmp_path / "run.pt") as job:
-        job.wait_for("step 1/", START)
-        os.kill(job.workers()[1], signal.SIGKILL)
-        result = job.finish()
-    command = "python fashionmnist_ddp/train.py --nproc 2 with a killed worker"
-    assert result.status == 1, (
-        f"{command}: the status must be 1, not {result.status}\n{result.text}")
-    assert len(result.errors) == 1, (
-        f"{command} must print one error line, not {result.errors}\n{result.text}")
-    assert "SIGKILL" in result.errors[0], (
-        f"{command}: the error line must name SIGKILL: {result.errors[0]}")
-
-
-# --- before the group is formed ---
+# --- several processes ---
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_all_ranks_use_the_flags_of_rank_0(script):
+    """Their launchers may be given others: one for each machine."""
+    details = SCRIPTS[script]
+
+    def weights(*flags_of_rank_1):
+        def setup(module, rank):
+            use_small_model(module, script)
+            sys.argv += flags_of_rank_1 if rank == 1 else ()
+            parameters = []
+
+            def keep(optimizer, *_):
+                parameters[:] = [parameter.detach().clone() for group in optimizer.param_groups
+                                 for parameter in group["params"]]
+
+            register_optimizer_step_post_hook(keep)
+            return parameters
+
+        return finish(script, details.data_flag, 64, "--batch-size", 8, "--epochs", 2, "--lr", 0.01,
+                      *details.no_children, nproc=2, setup=setup)
+
+    alone, _ = weights()
+    both = weights("--lr", "0.5", "--seed", "7", "--epochs", "3", "--batch-size", "4",
+                   details.data_flag, "48", *(["--log-every", "0"] * details.has_checkpoint))
+    for rank, parameters in enumerate(both):
+        assert_equal(parameters, alone, f"{script}, whose rank 1 was given another --lr, --seed, "
+                     f"--epochs, --batch-size, data: the weights of rank {rank}")
+
+
+class Auxiliary(nn.Module):
+    """A classifier with a second head that only trains, as GoogLeNet's and a detector's."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(784, 20)
+        self.head = nn.Linear(20, 10)
+        self.auxiliary = nn.Linear(20, 10)
+
+    def forward(self, images):
+        features = self.features(images.flatten(1)).relu()
+        if self.training:
+            return self.head(features) + 0.3 * self.auxiliary(features)
+        return self.head(features)
+
+
+def test_a_branch_of_the_model_that_only_trains(tmp_path):
+    """On two processes DDP waits for the gradients of all parameters: also after a resume."""
+    def setup(module, rank):
+        module.CNN = Auxiliary
+
+    flags = ("--fake-data", 64, "--batch-size", 8, "--epochs", 2, "--checkpoint")
+    finish("fashionmnist_ddp", *flags, tmp_path / "whole", nproc=2, setup=setup)
+    stop("fashionmnist_ddp", *flags, tmp_path / "parts", nproc=2, after=3, setup=setup)
+    finish("fashionmnist_ddp", *flags, tmp_path / "parts", nproc=2, setup=setup)
+    assert_equal(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
 def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
     """Two machines of two processes: rank 0 is the first to look for the data, rank 2 is next."""
     def setup(module, rank):
         os.environ["LOCAL_RANK"] = str(rank % 2)
-        events = []
+        events = {}
+        prepare_data = module.prepare_data
+        barrier = module.dist.barrier
 
-        def prepare_data(args):
-            events.append(("prepares", time.monotonic()))
+        def slow_prepare_data(args):
+            events["prepares"] = time.monotonic()
+            prepare_data(args)
             time.sleep(0.5)
-            events.append(("has prepared", time.monotonic()))
+            events["has prepared"] = time.monotonic()
 
-        def load_data(*_, **options):
-            events.append(("loads", time.monotonic()))
-            sys.exit(0)
+        def first_barrier():
+            barrier()
+            events.setdefault("loads", time.monotonic())
 
-        module.prepare_data = prepare_data
-        module.load_data = load_data
+        module.prepare_data = slow_prepare_data
+        module.dist.barrier = first_barrier
+        use_small_model(module, script)
         return events
 
-    flags = flags_of(script, "unused.pt")[:-2]  # without --checkpoint
-    seen = [dict(events) for events, *_ in train(script, *flags, nproc=4, setup=setup)]
+    flags = (SCRIPTS[script].data_flag, 16, "--epochs", 1, *SCRIPTS[script].no_children)
+    seen = finish(script, *flags, nproc=4, setup=setup)
     preparing = [rank for rank in range(4) if "prepares" in seen[rank]]
     assert preparing == [0, 2], (
         f"{script} on two machines of two processes: ranks 0 and 2 must prepare the data, but it "
@@ -377,53 +335,96 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
         f"{seen}")
 
 
-class Failed(NamedTuple):
-    """A run of two processes of which rank 0 fails before the group is formed."""
-    what: str  # the script, launcher and flags
-    word: str  # which the error line must name
-    launcher: str
-    status: int
-    text: str
-    errors: list
+def test_a_process_that_hangs_ends_the_others_within_timeout():
+    """As when a machine hangs."""
+    def hang(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for the end of the test
+        time.sleep(1000)
+
+    def setup(module, rank):
+        if rank == 0:
+            register_optimizer_step_post_hook(hang)
+
+    with pytest.raises(ProcessRaisedException):
+        train("cpu_ddp", "--epochs", 100000, "--timeout", 5, nproc=2, setup=setup)
 
 
-@pytest.fixture(scope="module", params=[
-    ("cpu_ddp", ("--checkpoint", "run.pt"), "torchrun"),
-    ("cifar10_ddp", ("--data-dir", "absent"), "torchrun"),
-    ("fashionmnist_ddp", ("--data-dir", "absent"), "spawn"),
-    ("synthetic_ddp", ("--checkpoint", "run.pt"), "srun"),
-], ids=["cpu_ddp torchrun", "cifar10_ddp torchrun", "fashionmnist_ddp spawn", "synthetic_ddp srun"])
-def failed(request, tmp_path_factory):
-    """A checkpoint that cannot be loaded, or no data."""
-    script, flags, launcher = request.param
-    folder = tmp_path_factory.mktemp("failed")
-    for name in ("run.pt", "run.pt.previous"):
-        (folder / name).write_text("not a checkpoint")
-    timeout = ("--timeout", 5) if launcher == "srun" else ()  # nobody ends rank 1
-    result = run(script, *flags, *timeout, launcher=launcher, nproc=2, cwd=folder, timeout=START)
-    what = f"{script} under {launcher}, with {' '.join(flags)}"
-    return Failed(what, flags[-1], launcher, result.status, result.text, result.errors)
+# --- nohup, and a pipe whose reader ends ---
+def test_nohup_ignores_sighup(tmp_path):
+    """nohup starts a program with SIGHUP ignored."""
+    def ignore(rank):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal_after(2, signal.SIGHUP)
+
+    life = live("cpu_ddp", tmp_path / "run.pt", at_start=ignore)
+    assert life.statuses == [0, 0], (
+        f"nohup python train.py must go on when the terminal is closed: {life.statuses}")
 
 
-def test_error_of_rank_0_ends_all_processes(failed):
-    """Without srun itself, which would kill it, rank 1 ends after --timeout."""
-    assert failed.status != 0, f"{failed.what} must not end with status 0\n{failed.text}"
+def test_a_closed_pipe_does_not_prevent_the_save(tmp_path):
+    """As typed: python train.py ... | head -2"""
+    flags = ("--epochs", 20, "--samples", 64, "--log-every", 0, "--checkpoint", tmp_path / "run.pt")
+    command = shlex.join(map(str, [sys.executable, script_path("cpu_ddp"), *flags]))
+    result = subprocess.run(["bash", "-c", f"{command} | head -2"], env=clean_environment(),
+                            capture_output=True, text=True, timeout=START)
+    assert result.stdout.count("\n") == 2, f"head must have read two lines: {result}"
+    assert (tmp_path / "run.pt").exists(), f"{command} | head -2 has saved nothing: {result}"
+    step = load_checkpoint(tmp_path / "run.pt")["step"]
+    assert step == 40, f"{command} | head -2 must go on up to step 40, not {step}: {result}"
 
 
-def test_error_of_rank_0_is_one_line(failed):
-    assert len(failed.errors) == 1, (
-        f"{failed.what} must print one error line, not {len(failed.errors)}\n{failed.text}")
+# --- mp.spawn: python train.py --nproc 2 ---
+def start_spawn(checkpoint):
+    """Start a run of two processes that ends only if it is stopped."""
+    return start("fashionmnist_ddp", "--fake-data", 64, "--batch-size", 8, "--epochs", 100000,
+                 "--log-every", 0, "--checkpoint", checkpoint, launcher="spawn", nproc=2)
 
 
-def test_error_line_of_rank_0_names_the_file(failed):
-    assert failed.word in failed.errors[0], (
-        f"{failed.what}: the error line must name {failed.word}: {failed.errors[0]}")
+@pytest.mark.parametrize("name, to_group", [
+    ("SIGTERM", False),  # kill PID
+    ("SIGINT", True),    # Ctrl-C: the terminal's signal goes to all processes
+    ("SIGHUP", True),    # a closed terminal, as well
+])
+def test_a_signal_to_mp_spawn_saves_and_ends_with_status_1(name, to_group, tmp_path):
+    command = f"python fashionmnist_ddp/train.py --nproc 2 and {name}"
+    with start_spawn(tmp_path / "run.pt") as job:
+        job.wait_for("step 5/", START)
+        if to_group:
+            os.killpg(job.processes[0].pid, signal.Signals[name])
+        else:
+            job.send(signal.Signals[name])
+        result = job.finish()
+        wait_until_gone(job, command)
+    assert "stopped by a signal after step" in result.text, (
+        f"{command}: must stop after a step\n{result.text}")
+    assert os.listdir(tmp_path) == ["run.pt"], (
+        f"{command}: must save FILE, and leave nothing else: {os.listdir(tmp_path)}\n{result.text}")
+    assert result.status == 1, (
+        f"{command}: the exit status must be 1, not {result.status}\n{result.text}")
 
 
-def test_error_of_rank_0_has_no_traceback(failed):
-    """But for torchrun's own report, which comes last."""
-    if failed.launcher == "srun":
-        return  # without srun itself, rank 1 waits for rank 0, and says so
-    own_text = failed.text.split(" failed (exitcode")[0]
-    assert "Traceback" not in own_text, (
-        f"{failed.what} must not print a traceback\n{failed.text}")
+def test_a_killed_worker_of_mp_spawn_is_an_error_line(tmp_path):
+    """As by the kernel, where memory is short."""
+    command = "python fashionmnist_ddp/train.py --nproc 2 with a killed worker"
+    with start_spawn(tmp_path / "run.pt") as job:
+        job.wait_for("step 1/", START)
+        os.kill(job.workers()[1], signal.SIGKILL)
+        result = job.finish()
+        wait_until_gone(job, command)
+    assert result.status == 1, (
+        f"{command}: the status must be 1, not {result.status}\n{result.text}")
+    assert len(result.errors) == 1, (
+        f"{command} must print one error line, not {result.errors}\n{result.text}")
+    assert "SIGKILL" in result.errors[0], (
+        f"{command}: the error line must name SIGKILL: {result.errors[0]}")
+
+
+def test_workers_of_a_killed_mp_spawn_end_while_they_import(tmp_path):
+    """Before PyTorch has asked the kernel to end them with their parent."""
+    with start_spawn(tmp_path / "run.pt") as job:
+        end = time.monotonic() + START
+        while len(job.workers()) < 2 or job.processes[0].pid in job.workers():
+            assert time.monotonic() < end, f"mp.spawn starts no two workers\n{job.text}"
+            time.sleep(0.01)
+        job.send(signal.SIGKILL)
+        wait_until_gone(job, "python fashionmnist_ddp/train.py --nproc 2, killed early: the workers")
