@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT-0
 # Make a conda environment for the scripts, or update it from requirements.txt beside this file.
 #
 # usage: bash slurm/create-conda-env.sh [--name NAME | --prefix DIR]     (--prefix .conda)

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT-0
 # Make the virtual environment of the scripts, or update it from requirements.txt beside this file.
 #
 # usage: [PYTHON=python3.12] bash slurm/create-venv.sh [DIR]     (DIR: .venv beside slurm/)
