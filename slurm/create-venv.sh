@@ -23,5 +23,6 @@ echo "installing $here/requirements.txt in $venv: the first time takes some minu
 if [[ ! -e $venv/bin/activate ]]; then      # which venv writes last
     "$python" -m venv "$venv"
 fi
+export PIP_USER=0       # some sites set it, and pip refuses it in a venv
 "$venv/bin/python" -m pip install --quiet -r "$here/requirements.txt"
 echo "$venv is ready: source $venv/bin/activate"
