@@ -239,7 +239,8 @@ class Lab(Network):
     def sbatch(self, *args, env=None, cwd=None, inside=""):
         """Submit a job, inside a command as srun or salloc, and return its id."""
         command = shlex.join(["sbatch", "--parsable", *map(str, args)])
-        return int(self.sh(f"{inside} {command}", env=env, cwd=cwd).splitlines()[-1])
+        said = self.sh(f"{inside} {command}", env=env, cwd=cwd)
+        return int(re.search(r"^\d+$", said, re.MULTILINE)[0])
 
     def show(self, job, field):
         """Return a field of `scontrol show job`."""
