@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT-0
 # Make a conda environment for the scripts, or update it from requirements.txt beside this file.
 #
 # usage: bash slurm/create-conda-env.sh [--name NAME | --prefix DIR]     (--prefix .conda)
@@ -36,5 +37,11 @@ if ! folder=$(prefix "$@" 2>/dev/null); then
     "$conda" create --yes "$@" --override-channels --channel conda-forge python=3.12 pip
     folder=$(prefix "$@")
 fi
+# What is in ~/.local does not count, and nothing is installed there.
+export PYTHONNOUSERSITE=1 PIP_USER=0
 "$folder/bin/python" -m pip install --quiet -r "$here/requirements.txt"
+if [[ ! -x $folder/bin/torchrun ]]; then
+    echo "error: $folder has no bin/torchrun: delete the folder and run this again" >&2
+    exit 1
+fi
 echo "$folder is ready: conda activate $folder"

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT-0
 # Make the virtual environment of the scripts, or update it from requirements.txt beside this file.
 #
 # usage: [PYTHON=python3.12] bash slurm/create-venv.sh [DIR]     (DIR: .venv beside slurm/)
@@ -22,5 +23,6 @@ echo "installing $here/requirements.txt in $venv: the first time takes some minu
 if [[ ! -e $venv/bin/activate ]]; then      # which venv writes last
     "$python" -m venv "$venv"
 fi
+export PIP_USER=0       # some sites set it, and pip refuses it in a venv
 "$venv/bin/python" -m pip install --quiet -r "$here/requirements.txt"
 echo "$venv is ready: source $venv/bin/activate"

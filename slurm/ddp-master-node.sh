@@ -1,4 +1,5 @@
 #!/bin/bash
+# SPDX-License-Identifier: MIT-0
 # Train on several nodes from a terminal on each. Run this on the first node: it prints the command
 # for the others.
 #

@@ -1,4 +1,5 @@
 #!/bin/bash
+# SPDX-License-Identifier: MIT-0
 # Join a training run on several nodes, with one process per GPU, or per core, of this node.
 # ddp-master-node.sh prints the command.
 #
@@ -12,9 +13,16 @@ endpoint=$1
 nodes=$2
 shift 2
 
-command -v torchrun >/dev/null || export PATH=$PWD/.venv/bin:$PWD/.conda/bin:$PATH
+# The active environment; else a module's, which is not in the home; else .venv; else .conda
+environments=("${CONDA_PREFIX:-none}" "${VIRTUAL_ENV:-none}")
+[[ ${LOADEDMODULES:-} && $(type -P torchrun) == /!("${HOME#/}"/*) ]] ||
+    environments=("$PWD"/.{conda,venv} "${environments[@]}")
+for folder in "${environments[@]}"; do
+    [[ ! -x $folder/bin/torchrun ]] || export PATH=$folder/bin:$PATH PYTHONNOUSERSITE=1
+done
 cores=$SLURM_CPUS_ON_NODE
 processes=${NPROC:-${SLURM_GPUS_ON_NODE:-$cores}}
 export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
+unset OMP_PROC_BIND     # it binds all processes to one core
 exec torchrun --nnodes="$nodes" --nproc-per-node="$processes" \
     --rdzv-backend=c10d --rdzv-endpoint="$endpoint" "$@"

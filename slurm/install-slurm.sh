@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT-0
 # Install Slurm on Debian or Ubuntu.
 #
 # usage: sudo bash slurm/install-slurm.sh

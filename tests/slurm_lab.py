@@ -61,12 +61,8 @@ done
 """
 
 
-def in_own_namespaces(pid):
-    """Whether a process has another network and other process ids than this one."""
-    for kind in ("net", "pid"):
-        if os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}"):
-            return False
-    return True
+def namespaces(pid):
+    return [os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "pid")]
 
 
 class Machine:
@@ -79,59 +75,50 @@ class Machine:
 
     def command(self):
         """What starts PID 1, and with it the daemons."""
-        return [
-            "unshare", *NAMESPACES, "--fork", "--kill-child=KILL",
-            "bash", "-c", INIT, "init", self.name, self.own, self.lab.root,
-        ]
+        return ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL",
+                "bash", "-c", INIT, "init", self.name, self.own, self.lab.root]
 
     def boot(self):
+        """Start PID 1, then connect eth0 to the switch, which is the head's eth0."""
         with open(self.own / "console.log", "ab") as log:
             # The kernel kills the machine when this process dies, and all of its processes when its
             # PID 1 dies.
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *self.command()],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         self.pid = self._first_process()
-        self._plug_in()
+        head = self.lab.machines[0]
+        if self is head:
+            self.ip("link add eth0 type bridge")
+        else:
+            head.ip(f"link add {self.name} type veth peer name eth0 netns {self.pid}")
+            head.ip(f"link set {self.name} master eth0 up")
+        self.ip(f"addr add {self.address}/24 dev eth0")
+        self.ip("link set eth0 up")
         self.process.stdin.write(b"\n")
         self.process.stdin.close()
 
     def _first_process(self):
         """Return PID 1 of the machine, as this machine numbers it."""
+        own = namespaces("self")
         for _ in range(500):
             pids = [self.process.pid]
             for pid in pids:
                 with contextlib.suppress(OSError):  # helpers come and go
-                    if in_own_namespaces(pid):
+                    if not set(own) & set(namespaces(pid)):
                         return pid
                     children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
                     pids.extend(map(int, children.split()))
             time.sleep(0.01)
         raise RuntimeError(f"{self.name} does not boot:\n{(self.own / 'console.log').read_text()}")
 
-    def _plug_in(self):
-        """Connect eth0 to the switch, which is the head's eth0."""
-        head = self.lab.head
-        if self is head:
-            self._ip("link", "add", "eth0", "type", "bridge")
-        else:
-            head._ip("link", "add", self.name, "type", "veth",
-                     "peer", "name", "eth0", "netns", self.pid)
-            head._ip("link", "set", self.name, "master", "eth0", "up")
-        self._ip("addr", "add", f"{self.address}/24", "dev", "eth0")
-        self._ip("link", "set", "eth0", "up")
-
-    def _ip(self, *arguments):
-        command = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", *map(str, arguments)]
+    def ip(self, arguments):
+        command = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", *arguments.split()]
         subprocess.run(command, check=True, timeout=30)
 
     def cut(self):
         """Pull the network cable: no other machine is notified."""
-        self.lab.head._ip("link", "set", self.name, "down")
+        self.lab.machines[0].ip(f"link set {self.name} down")
 
     def kill(self):
         """End all processes at once."""
@@ -141,26 +128,17 @@ class Machine:
     def exec(self, command, timeout=30, check=True, env=None, cwd="/"):
         """Run a shell command on this machine and return its output, stderr included."""
         environment = {}
-        for name, value in os.environ.items():
-            if not name.startswith(("SLURM", "SBATCH", "SRUN")):
-                environment[name] = value
-        for name, value in (env or {}).items():
-            environment[name] = str(value)
+        for name, value in {**os.environ, **(env or {})}.items():
+            if name in (env or {}) or not name.startswith(("SLURM", "SBATCH", "SRUN")):
+                environment[name] = str(value)
         done = subprocess.run(
             ["nsenter", "--target", str(self.pid), *NAMESPACES,
              "timeout", "--kill-after=5", str(timeout),
              "bash", "-c", 'cd "$0" && eval "$1"', cwd, command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=timeout + 15,
-            env=environment,
-        )
-        if check and done.returncode:
-            raise AssertionError(
-                f"on {self.name}, exit status {done.returncode}: {command}\n{done.stdout}")
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=timeout + 15, env=environment)
+        assert not check or done.returncode == 0, (
+            f"on {self.name}, exit status {done.returncode}: {command}\n{done.stdout}")
         return done.stdout
 
 
@@ -169,22 +147,18 @@ class Network:
 
     machine = Machine
 
-    def __init__(self, root, nodes=3):
+    def __init__(self, root, nodes):
         self.root = Path(root)
         self.nodes = [f"c{i + 1}" for i in range(nodes)]
         self.addresses = {"head": "10.9.8.1"}
         for i, name in enumerate(self.nodes):
             self.addresses[name] = f"10.9.8.{11 + i}"
-        self.folder = self.root / "shared disk"      # for the tests: every machine sees it
         self.machines = []
-        self.outputs = {}
 
     def up(self):
-        self.folder.mkdir()
         for name, address in self.addresses.items():
-            machine = self.machine(self, name, address)
-            self.machines.append(machine)
-            machine.boot()
+            self.machines.append(self.machine(self, name, address))
+            self.machines[-1].boot()
 
     @property
     def head(self):
@@ -193,23 +167,18 @@ class Network:
     def node(self, name):
         return self.machines[1 + self.nodes.index(name)]
 
-    def down(self):
-        for machine in self.machines:
-            machine.kill()
-
 
 class Lab(Network):
-    """The machines, and Slurm on them."""
+    """The machines, and Slurm on them. Nodes have two cores, the last one has one."""
 
-    cores = {}  # of a node, if not 4
     settings = {
         # Accept more CPUs and memory than there are.
         "SlurmdParameters": "config_overrides",
-        "TaskPlugin": "task/none",
+        # As many sites have it.
+        "TaskPlugin": "task/affinity",
+        "LaunchParameters": "use_interactive_step",
         # cgroups v2 require a systemd per node.
         "ProctrackType": "proctrack/linuxproc",
-        "PreemptType": "preempt/partition_prio",
-        "PreemptMode": "REQUEUE",
         "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
         # A lost node is down sooner, and what hangs is killed sooner.
         "SlurmdTimeout": "10",
@@ -226,22 +195,15 @@ class Lab(Network):
     )
 
     def up(self):
-        (self.root / "key").mkdir()
+        self.folder = self.root / "shared disk"      # for the tests: every machine sees it
+        self.folder.mkdir()
         self._configure()
         hosts = "127.0.0.1 localhost\n"
         for name, address in self.addresses.items():
             hosts += f"{address} {name}\n::ffff:{address} {name}\n"
         (self.root / "hosts").write_text(hosts)
         super().up()
-        self._wait_for_idle_nodes()
-
-    def _wait_for_idle_nodes(self):
-        deadline = time.monotonic() + 60
-        states = None
-        while states != {"idle"}:
-            assert time.monotonic() < deadline, f"the lab's nodes are {states}\n{self.logs()}"
-            time.sleep(0.1)
-            states = set(self.sh("sinfo -hN -o %t", check=False).split())
+        self.head.exec('until [ "$(sinfo -hNo %t | sort -u)" = idle ]; do sleep 0.1; done', 60)
 
     def _configure(self):
         """Write slurm.conf with install-slurm.sh, then edit it.
@@ -251,44 +213,39 @@ class Lab(Network):
         etc = self.root / "etc"
         command = ["bash", INSTALL, "--out", etc, "--controller", f"head={self.addresses['head']}"]
         for name in self.nodes:
-            cores = self.cores.get(name, 4)
+            cores = 1 if name == self.nodes[-1] else 2
             hardware = f"CPUs={cores},CoresPerSocket={cores},RealMemory=10000,Gres=gpu:2"
             command += ["--node", f"{name}={self.addresses[name]},{hardware}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=30)
-        (etc / "munge.key").rename(self.root / "key" / "munge.key")
-        for path in (self.root / "key", self.root / "key" / "munge.key"):
-            shutil.chown(path, "munge", "munge")
-            path.chmod(0o700)
+        key = self.root / "key"
+        key.mkdir()
+        (etc / "munge.key").rename(key / "munge.key")
+        subprocess.run(["chown", "-R", "munge:", key], check=True)
         # GPUs are counted, and never opened.
         (etc / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        replaced = {*self.settings, "PartitionName"}
         lines = []
         for line in (etc / "slurm.conf").read_text().splitlines():
-            if line.split("=")[0] not in replaced:
+            if line.split("=")[0] not in {*self.settings, "PartitionName"}:
                 lines.append(line)
-        for key, value in self.settings.items():
-            lines.append(f"{key}={value}")
-        for partition in self.partitions:
-            lines.append(f"PartitionName={partition} MaxTime=INFINITE State=UP")
+        lines += [f"{key}={value}" for key, value in self.settings.items()]
+        lines += [f"PartitionName={text} MaxTime=INFINITE State=UP" for text in self.partitions]
         (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
 
     def sh(self, command, timeout=60, check=True, env=None, cwd=None):
         """Run a shell command on the head and return its output, stderr included."""
         return self.head.exec(command, timeout, check, env, cwd or self.folder)
 
-    def sbatch(self, *args, env=None, cwd=None):
-        """Submit a job and return its id."""
+    def sbatch(self, *args, env=None, cwd=None, inside=""):
+        """Submit a job, inside a command as srun or salloc, and return its id."""
         command = shlex.join(["sbatch", "--parsable", *map(str, args)])
-        return int(self.sh(command, env=env, cwd=cwd).split()[-1])
+        said = self.sh(f"{inside} {command}", env=env, cwd=cwd)
+        return int(re.search(r"^\d+$", said, re.MULTILINE)[0])
 
     def show(self, job, field):
         """Return a field of `scontrol show job`."""
         text = self.sh(f"scontrol show job {job}")
         return re.search(rf"\b{field}=(.*?)( \w+[=:]|$)", text, re.MULTILINE)[1]
-
-    def state(self, job):
-        return self.show(job, "JobState")
 
     def restarts(self, job):
         """Return how often the job was requeued."""
@@ -296,70 +253,54 @@ class Lab(Network):
 
     def output(self, job):
         """Return what the job has printed so far."""
-        if job not in self.outputs:
-            self.outputs[job] = Path(self.show(job, "StdOut"))
-        if not self.outputs[job].exists():
-            return ""
-        return self.outputs[job].read_text(errors="replace")
+        path = Path(self.show(job, "StdOut"))
+        return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, job, what, condition, timeout=900):
+    def wait_for(self, job, what, condition, timeout=600):
         """Wait until condition() is true. If the job ends before that, the test fails soon."""
         deadline = time.monotonic() + timeout
-        ended = 0
+        ended = 0  # a job that is being requeued passes through such a state
         while not condition():
-            if self.state(job) in FINAL:
-                ended += 1
-            else:
-                ended = 0  # a job that is being requeued passes through such a state
-            assert ended < 10, f"job {job} ended before {what}:\n{self.report(job)}"
-            assert time.monotonic() < deadline, f"job {job}, not {what}:\n{self.report(job)}"
+            ended = ended + 1 if self.show(job, "JobState") in FINAL else 0
+            if ended == 10 or time.monotonic() > deadline:
+                raise AssertionError(f"job {job}, not {what}:\n{self.report(job)}")
             time.sleep(1)
 
     def wait(self, job, state):
-        self.wait_for(job, f"it was {state}", lambda: self.state(job) == state)
+        self.wait_for(job, state, lambda: self.show(job, "JobState") == state)
 
     def report(self, job):
         """Return what is known of a job, for the message of a test that fails."""
         record = self.sh(f"scontrol show job {job}", check=False)
-        controller = (self.root / "head/log/slurm/slurmctld.log").read_text(errors="replace")
-        return (f"---- the controller's log\n{controller[-1500:]}\n---- the job\n{record}\n"
-                f"---- its output\n{self.output(job)[-6000:]}")
-
-    def logs(self):
-        text = ""
-        for log in sorted(self.root.rglob("*.log")):
-            text += f"---- {log}\n{log.read_text(errors='replace')[-2000:]}\n"
-        return text
+        return f"---- the job\n{record}\n---- its output\n{self.output(job)[-6000:]}"
 
 
 @contextlib.contextmanager
-def running(kind, nodes=3):
-    """A Network that is up; afterwards nothing of it remains."""
+def running(lab):
+    """Bring up lab(folder), a Network. Afterwards nothing of it remains."""
     folder = tempfile.TemporaryDirectory(prefix="slurm_lab.", ignore_cleanup_errors=True)
     with folder as root:
         os.chmod(root, 0o755)
-        lab = kind(Path(root), nodes)
+        network = lab(root)
         try:
-            lab.up()
-            yield lab
+            network.up()
+            yield network
         finally:
-            lab.down()
+            for machine in network.machines:
+                machine.kill()
 
 
 def why_not():
     """Return None, or why there can be no lab here, with the command that enables it."""
     if os.geteuid() != 0:
         return "needs root: sudo env PATH=$PATH python -m pytest tests"
-    for program in ("slurmctld", "slurmd", "sbatch", "munged", "ip"):
+    for program in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "systemd-nspawn"):
         if not shutil.which(program):
-            packages = "slurmctld slurmd slurm-client munge iproute2"
+            packages = "slurmctld slurmd slurm-client munge iproute2 systemd-container dbus"
             return f"needs {program}: apt-get install -y {packages}"
     probe = subprocess.run(
         ["unshare", *NAMESPACES, "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
+        capture_output=True, text=True, timeout=20)
     if probe.returncode:
         return f"needs namespaces, in a container `docker run --privileged`: {probe.stderr.strip()}"
     return None
