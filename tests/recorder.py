@@ -1,5 +1,6 @@
 """Record what a script's training computes and prints in forked processes: see functions.train."""
 
+import copy
 import sys
 import tempfile
 from pathlib import Path
@@ -67,6 +68,7 @@ class Recorder:
         gradient = None
         if model.training:
             plain = model.module if isinstance(model, DistributedDataParallel) else model
+            plain = copy.deepcopy(plain)  # its BatchNorm counts this call, too
             with torch.random.fork_rng(devices=[]):
                 loss = sums(loss_function(plain, *batch))[0]
             gradient = flat(torch.autograd.grad(loss, list(plain.parameters())))
