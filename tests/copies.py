@@ -1,65 +1,68 @@
-"""Copies of a script for one's own model and data: edited above train() only, as a user does it."""
+"""Copies of a script, made as a user makes them: functions and lines are replaced or added."""
 
 import ast
-import difflib
+import re
+import textwrap
 from pathlib import Path
 
 from scripts import script_path
 
-FIRST = "# ---- A copy edits the code from here to train()"
-LAST = "# ---- A copy needs no edits below."
+
+def make_copy(script, path, *edits):
+    """Write an edited copy of a script to path, and return path.
+
+    An edit is a pair (place, code). place is 'before "TEXT"', 'after "TEXT"' or
+    'instead of "TEXT"', of the only statement with a line that has TEXT; code is indented as it is.
+    Without a place, code holds definitions, each of which replaces that of the same name, or is
+    added above those that a user edits.
+    """
+    text = script_path(script).read_text()
+    for place, code in edits:
+        change = edit_statement if place else edit_definitions
+        text = change(text, place, textwrap.dedent(code).strip("\n") + "\n")
+    Path(path).write_text(text)
+    return path
+
+
+def edit_statement(text, place, code):
+    how, words = re.fullmatch(r'(before|after|instead of) "(.*)"', place).groups()
+    lines = text.splitlines(keepends=True)
+    numbers = [number for number, line in enumerate(lines, 1) if words in line]
+    assert len(numbers) == 1, f"an edit is {place}, but lines {numbers} of the script have this text"
+    around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)
+              and node.lineno <= numbers[0] <= node.end_lineno]
+    node = max(around, key=lambda node: node.lineno)
+    first, last = node.lineno - 1, node.end_lineno
+    indentation = node.col_offset
+    if getattr(node, "body", None):  # of a loop or function, its head alone
+        last = node.lineno
+        indentation = node.body[0].col_offset if how == "after" else indentation
+    replaced = {"before": slice(first, first), "after": slice(last, last),
+                "instead of": slice(first, last)}
+    lines[replaced[how]] = textwrap.indent(code, indentation * " ")
+    return "".join(lines)
+
+
+def edit_definitions(text, _, code):
+    for name, new in definitions(code).items():
+        old = definitions(text).get(name)
+        if old:
+            text = text.replace(old, new)
+        else:
+            first, rest = re.split(r"(?=^# ---- (?:Flags|Model))", text, maxsplit=1, flags=re.M)
+            text = f"{first}{new}\n\n{rest}"
+    return text
 
 
 def definitions(text):
-    """Return the assignments, functions and classes at the top level: {name: their text}."""
+    """Return the statements at the top level: {name of a function, class or constant: text}."""
     lines = text.splitlines(keepends=True)
     found = {}
     for node in ast.parse(text).body:
+        name = getattr(node, "name", None)
         if isinstance(node, ast.Assign):
             name = node.targets[0].id
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            name = node.name
-        else:
-            continue
-        found[name] = "".join(lines[node.lineno - 1:node.end_lineno])
+        first = min([node, *getattr(node, "decorator_list", [])], key=lambda part: part.lineno)
+        code = "".join(lines[first.lineno - 1:node.end_lineno])
+        found[name or code] = code
     return found
-
-
-def split_script(script):
-    """Return what is above, what a copy edits, and what is below, as texts."""
-    text = script_path(script).read_text()
-    for comment in (FIRST, LAST):
-        count = text.count(comment)
-        assert count == 1, f"{script} has {count} comments that begin with {comment!r}"
-    above, rest = text.split(FIRST)
-    comment, rest = rest.split("\n", 1)
-    edited, below = rest.split(LAST)
-    return above + FIRST + comment + "\n", edited, LAST + below
-
-
-def make_copy(script, edits, unused, path):
-    """Write a copy of a script to path. edits: a file of functions that replace the script's.
-
-    A definition that the script lacks is put before build_model; those named in unused go.
-    """
-    above, edited, below = split_script(script)
-    replaced = definitions(edited)
-    for name, text in definitions(Path(edits).read_text()).items():
-        if name in replaced:
-            edited = edited.replace(replaced[name], text)
-        else:
-            edited = edited.replace("def build_model(", f"{text}\n\ndef build_model(")
-    for name in unused:
-        edited = edited.replace(replaced[name] + "\n\n", "")
-    Path(path).write_text(above + edited + below)
-
-
-def changed_lines(script, copy):
-    """Return how many lines of the copy are new, and how many of the script are gone."""
-    new = 0
-    gone = 0
-    original = script_path(script).read_text().splitlines()
-    for line in difflib.ndiff(original, Path(copy).read_text().splitlines()):
-        new += line.startswith("+ ")
-        gone += line.startswith("- ")
-    return new, gone

@@ -1,72 +1,107 @@
-"""Record what a script's training does in forked processes: see functions.train."""
+"""Record what a script's training computes and prints in forked processes: see functions.train."""
 
+import copy
+import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from scripts import SCRIPTS
+from functions import no_setup
+from stopped_runs import finish
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
 from torch.utils.data import TensorDataset
+
+
+def output_of(script, *flags, nproc, setup=no_setup):
+    """Train to the end. Return for each rank what setup has returned, and what rank 0 prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        def print_to_files(module, rank):
+            sys.stdout = open(f"{folder}/{rank}", "w", buffering=1)
+            return setup(module, rank)
+
+        results = finish(script, *flags, nproc=nproc, setup=print_to_files)
+        first, *others = (Path(f"{folder}/{rank}").read_text() for rank in range(nproc))
+    assert not any(others), f"{script}: only rank 0 prints, but the others have printed: {others}"
+    return results, first
 
 
 class Part(NamedTuple):
     """One call of the model."""
 
     seed: int  # of the random numbers
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    batch: list  # its tensors
     outputs: torch.Tensor
+    gradient: torch.Tensor  # of the sum of the losses: in training, by autograd alone
 
     def numbers(self):
         """Return the numbers of the samples, after number_samples."""
-        return [int(sample.flatten()[0]) for sample in self.inputs]
+        return [int(sample.flatten()[0]) for sample in self.batch[0]]
 
 
 class Recorder:
-    """What one process has done."""
+    """What one process has done. A setup for train()."""
 
-    def __init__(self, module, script):
+    def __init__(self, module, rank):
         self.steps = []  # for each step, its list of Parts
-        self.gradients = []  # for each step, those of all parameters, as one vector
+        self.gradients = []  # for each step, those with which it is made, as one vector
         self.evaluations = []  # for each evaluation, its list of Parts
-        parts = []  # of this step
-        name = SCRIPTS[script].loss_function
-        loss_function = getattr(module, name)
+        self.parts = []  # of this step
+        self.loss_name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
+        self.replace(module, self.loss_name, self.call_loss)
+        self.replace(module, "evaluate", self.call_evaluate)
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
 
-        def recorded_loss(model, inputs, targets):
-            outputs = []
-            hook = model.register_forward_hook(
-                lambda model, arguments, output: outputs.append(output.detach()))
-            result = loss_function(model, inputs, targets)
-            hook.remove()
-            part = Part(torch.initial_seed(), inputs.clone(), targets.clone(), outputs[0])
-            if model.training:
-                parts.append(part)
-            elif self.evaluations:  # not in wrap_ddp
-                self.evaluations[-1].append(part)
-            return result
+    def replace(self, module, name, function):
+        original = getattr(module, name, None)
+        setattr(module, name, lambda *arguments: function(original, *arguments))
 
-        def before_step(optimizer, *_):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self.gradients.append(torch.cat([p.grad.flatten().clone() for p in parameters]))
+    def call_loss(self, loss_function, model, *batch):
+        outputs = []
+        seed = torch.initial_seed()
+        hook = model.register_forward_hook(lambda _, arguments, output: outputs.append(output))
+        gradient = None
+        if model.training:
+            plain = model.module if isinstance(model, DistributedDataParallel) else model
+            plain = copy.deepcopy(plain)  # its BatchNorm counts this call, too
+            with torch.random.fork_rng(devices=[]):
+                loss = sums(loss_function(plain, *batch))[0]
+            gradient = flat(torch.autograd.grad(loss, list(plain.parameters())))
+        result = loss_function(model, *batch)
+        hook.remove()
+        parts = self.parts if model.training else self.evaluations[-1]
+        batch = [tensor.clone() for tensor in batch]
+        parts.append(Part(seed, batch, outputs[-1].detach(), gradient))
+        return result
 
-        def after_step(*_):
-            self.steps.append(list(parts))
-            parts.clear()
+    def call_evaluate(self, evaluate, *arguments):
+        self.evaluations.append([])
+        return evaluate(*arguments)
 
-        setattr(module, name, recorded_loss)
-        register_optimizer_step_pre_hook(before_step)
-        register_optimizer_step_post_hook(after_step)
-        if hasattr(module, "evaluate"):
-            evaluate = module.evaluate
+    def before_step(self, optimizer, *_):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.append(flat([parameter.grad for parameter in parameters]))
 
-            def recorded_evaluate(*arguments):
-                self.evaluations.append([])
-                return evaluate(*arguments)
+    def after_step(self, *_):
+        self.steps.append(self.parts)
+        self.parts = []
 
-            module.evaluate = recorded_evaluate
+    def __getstate__(self):
+        return {name: getattr(self, name) for name in ("steps", "gradients", "evaluations")}
+
+
+def sums(result):
+    """Return what a loss function returns, as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
 
 
 def number_samples(module):
@@ -86,7 +121,7 @@ def number_samples(module):
 class FewPixels(nn.Module):
     """A small model in place of a CNN: images to 10 logits, from 4 x 4 pixels in grey."""
 
-    def __init__(self):
+    def __init__(self, bf16=False):
         super().__init__()
         self.linear = nn.Linear(16, 10)
 
@@ -95,11 +130,13 @@ class FewPixels(nn.Module):
         return self.linear(F.adaptive_avg_pool2d(grey, 4).flatten(1))
 
 
-def use_small_model(module, script):
-    """Replace the script's CNN, if it has one, by a small model that SGD trains."""
+def use_small_model(module):
+    """Replace the script's model for images, if it has one, by a small one."""
     def build_model(args, *_):
         model = FewPixels()
         return model, torch.optim.SGD(model.parameters(), lr=args.lr)
 
-    if SCRIPTS[script].has_images:
+    if hasattr(module, "CNN"):
+        module.CNN = FewPixels
+    elif hasattr(module, "SeededData"):
         module.build_model = build_model

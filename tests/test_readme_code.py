@@ -1,6 +1,7 @@
-"""Code of the READMEs does what they say.
+"""Code of the pages does what they say: each block behind a comment <!-- test: NAME ... -->.
 
-The comment <!-- test: NAME --> stands before each block.
+A block with a place, as in <!-- test: clipping, before "optimizer.step()" -->, is an edit of a copy
+of the page's script: see copies.py. Blocks of the same name are edits of the same copy.
 """
 
 import re
@@ -9,74 +10,198 @@ import sys
 
 import pytest
 import torch
-from checkpoints import load_checkpoint
+import torch.nn as nn
+from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
-from image_folder import CLASSES, write_images
-from processes import clean_environment, run
+from functions import load_script
+from image_folder import write_images
+from processes import clean_environment
+from recorder import Recorder, output_of, use_small_model
 from scripts import ROOT
-from torchvision import models
-from torchvision.datasets.folder import default_loader
-from torchvision.transforms import v2
+from stopped_runs import finish, stop
+
+TESTED = {
+    "cifar10_ddp": ["use the weights"],
+    "fashionmnist_ddp": ["own tensors", "clipping", "compile", "best weights", "F1",
+                         "TensorBoard"],
+}
+FLAGS = ("--fake-data", 96, "--batch-size", 8, "--epochs", 3)
+TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 
 
-def code_block(folder, name):
-    """Return the Python code behind the comment with this name in the README of a folder."""
-    text = (ROOT / folder / "README.md").read_text()
-    comment = f"<!-- test: {name} -->"
-    blocks = re.findall(rf"{re.escape(comment)}\n```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 1, f"{folder}/README.md has {len(blocks)} Python blocks after {comment}"
-    return blocks[0]
+def code_blocks(page):
+    """Return the marked blocks of a page, as triples (name, place, code)."""
+    mark = r'^ *<!-- test: ([^,\n]*?)(?:, ([^\n]*))? -->\n *```python\n(.*?)^ *```$'
+    return re.findall(mark, page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-# --- fashionmnist_ddp/README.md: tensors of one's own ---
+def edits(script, name):
+    """Return the pairs (place, code) of the blocks with this name on a script's page."""
+    blocks = code_blocks(ROOT / script / "README.md")
+    found = [(place, code) for block_name, place, code in blocks if block_name == name]
+    assert found, f"{script}/README.md has no Python block behind <!-- test: {name} -->"
+    return found
+
+
+def test_each_block_of_code_is_tested():
+    for page in ROOT.glob("**/README.md"):
+        if ".venv" in str(page):
+            continue
+        names = {name for name, _, _ in code_blocks(page)}
+        unknown = names - set(TESTED.get(page.parent.name, []))
+        assert not unknown, f"no test runs the code of {page} behind {unknown}"
+        unmarked = page.read_text().count("```python") - len(code_blocks(page))
+        assert not unmarked, f"{unmarked} Python blocks of {page} have no <!-- test: NAME --> above"
+
+
+@pytest.fixture
+def copy(request, tmp_path, monkeypatch):
+    """A copy of fashionmnist_ddp with the page's edits of that name, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return make_copy("fashionmnist_ddp", tmp_path / "my.py",
+                     *edits("fashionmnist_ddp", request.param))
+
+
 def write_pairs(path, count, seed):
     """Save inputs (N, 20) and the labels of three classes."""
     inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed))
     torch.save((inputs, inputs[:, :3].argmax(1)), path)
 
 
-def test_three_edits_make_a_copy_for_tensors(tmp_path):
-    names = ("own model", "own data", "own loss")
-    blocks = [code_block("fashionmnist_ddp", name) for name in names]
-    (tmp_path / "edits.py").write_text("\n\n".join(blocks))
-    make_copy("fashionmnist_ddp", tmp_path / "edits.py", ["CNN", "augment"], tmp_path / "my.py")
-    write_pairs(tmp_path / "train.pt", 1024, 1)
-    write_pairs(tmp_path / "test.pt", 200, 2)
-    result = run(tmp_path / "my.py", "--batch-size", 16, "--checkpoint", "my.pt", cwd=tmp_path,
-                 launcher="torchrun", nproc=2)
-    assert result.status == 0, f"the copy of the README does not run:\n{result.text}"
-    assert "of 1024 " in result.text, f"train.pt has 1024 samples:\n{result.text}"
-    accuracy = float(re.findall(r"test loss [\d.]+  accuracy ([\d.]+)", result.text)[-1])
-    assert accuracy > 0.8, f"the copy of the README does not learn:\n{result.text}"
+@pytest.mark.parametrize("copy", ["own tensors"], indirect=True)
+def test_own_tensors_are_learned_and_a_stopped_run_is_resumed(copy, tmp_path):
+    write_pairs("train.pt", 1024, 1)
+    write_pairs("test.pt", 200, 2)
+    flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 3, "--checkpoint")
+    _, text = output_of(copy, *flags, tmp_path / "whole", nproc=2)
+    accuracy = float(re.findall(TEST_LINE, text)[-1][1])
+    assert accuracy > 0.8, f"the copy of the page does not learn its tensors:\n{text}"
+    stop(copy, *flags, tmp_path / "resumed", nproc=2, after=40)
+    finish(copy, *flags, tmp_path / "resumed", nproc=2)
+    assert_equal(tmp_path / "whole", tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("copy", ["clipping"], indirect=True)
+def test_clipping_limits_the_norm_of_the_averaged_gradients(copy):
+    ranks = finish(copy, *FLAGS[:-1], 1, nproc=2, setup=Recorder)
+    norms = [gradient.norm().item() for recorder in ranks for gradient in recorder.gradients]
+    assert max(norms) == pytest.approx(1.0, abs=0.01), f"clipped to 1.0, gradients are of {norms}"
+
+
+@pytest.mark.parametrize("copy", ["compile"], indirect=True)
+def test_a_compiled_model_is_resumed_by_the_original(copy, tmp_path, monkeypatch):
+    """The compiler itself is left out: it takes a minute, and requires g++."""
+    calls = []
+
+    def compiled(function, *_, **__):
+        calls.append(1)
+        return function
+
+    def count_calls(module, rank):
+        monkeypatch.setattr(torch, "compile", compiled)
+        return calls
+
+    flags = (*FLAGS[:-1], 1, "--checkpoint", tmp_path / "run.pt")
+    ranks, _ = output_of(copy, *flags, nproc=2, setup=count_calls)
+    assert [len(calls) for calls in ranks] == [1, 1], "the page's edit compiles no model"
+    names = list(load_checkpoint(tmp_path / "run.pt")["model"])
+    original = list(load_script("fashionmnist_ddp").CNN().state_dict())
+    assert names == original, f"the checkpoint of the compiled model has other names: {names}"
+
+
+@pytest.mark.parametrize("copy", ["best weights"], indirect=True)
+def test_the_best_weights_are_those_of_the_best_epoch(copy, tmp_path):
+    """The accuracies of the test set are given: the second epoch of four is the best."""
+    def setup(module, rank):
+        accuracies = iter([0.5, 0.9, 0.7, 0.8])
+        states = []
+
+        def evaluate(model, *_):
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+            return 1.0, next(accuracies)
+
+        module.evaluate = evaluate
+        return states
+
+    ranks, _ = output_of(copy, *FLAGS[:-1], 4, nproc=2, setup=setup)
+    best = torch.load("best.pt")
+    assert best["accuracy"] == 0.9, f"the best of 0.5, 0.9, 0.7, 0.8 is not {best['accuracy']}"
+    assert_equal(dict(best["model"]), ranks[0][1], "best.pt")
+
+
+@pytest.mark.parametrize("copy", ["F1"], indirect=True)
+def test_f1_is_that_of_the_test_images_of_all_ranks(copy):
+    def setup(module, rank):
+        use_small_model(module)
+        return Recorder(module, rank)
+
+    ranks, text = output_of(copy, *FLAGS, nproc=3, setup=setup)
+    printed = [float(number) for number in re.findall(r"^F1 ([\d.]+)$", text, re.MULTILINE)]
+    assert len(printed) == 3, f"a line 'F1 N' is due in each of three epochs:\n{text}"
+    for number in range(3):
+        parts = [part for recorder in ranks for part in recorder.evaluations[number]]
+        found = torch.cat([part.outputs for part in parts]).argmax(1)
+        labels = torch.cat([part.batch[-1] for part in parts])
+        scores = []
+        for label in range(10):
+            right = ((found == label) & (labels == label)).sum().item()
+            scores.append(2 * right / max(1, (found == label).sum() + (labels == label).sum()))
+        assert printed[number] == pytest.approx(float(sum(scores)) / 10, abs=1e-4), (
+            f"F1 of the {len(labels)} test images of all ranks is {sum(scores) / 10:.4f}:\n{text}")
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """A stand-in for the package tensorboard: its SummaryWriter prints."""
+    class SummaryWriter:
+        def __init__(self, folder):
+            pass
+
+        def add_scalar(self, name, value, number):
+            print(f"epoch {number}: {name} {value:.4f}")
+
+    class Module:
+        pass
+
+    Module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module)
+
+
+@pytest.mark.parametrize("copy", ["TensorBoard"], indirect=True)
+def test_tensorboard_gets_the_accuracies_that_rank_0_logs(writers, copy):
+    _, text = output_of(copy, *FLAGS, nproc=2)
+    written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
+    assert written == re.findall(TEST_LINE, text), (
+        f"TensorBoard gets other values than those of the test lines:\n{text}")
+    assert len(written) == 3, f"one value is due in each of three epochs:\n{text}"
 
 
 # --- cifar10_ddp/README.md: the trained weights ---
-def classify_by_torchvision(checkpoint, path):
-    """Return the logits of an image, without the code of the script."""
-    model = models.resnet50(num_classes=2)
-    model.load_state_dict(checkpoint["model"])
-    image = v2.functional.pil_to_tensor(default_loader(path))
-    image = v2.CenterCrop(224)(v2.Resize(256)(image))
-    with torch.no_grad():
-        return model.eval()((image.unsqueeze(0) - 115.0) / 57.0)[0]
+ACCURACY = """
+count = correct = 0
+for label, name in enumerate(args.classes):
+    for path in sorted(__import__("pathlib").Path("DIR/val", name).iterdir()):
+        logits = model(normalize(transform(read_image(path)).unsqueeze(0)))
+        correct += int(logits.argmax() == label)
+        count += 1
+print(f"{correct / count:.4f} of {count}")
+"""
 
 
-def test_the_weights_classify_an_image(tmp_path):
-    """As torchvision's own model does, with the test set's transform."""
-    write_images(tmp_path / "DIR", train=2, val=2)
-    result = run("cifar10_ddp", "--image-folder", "DIR", "--model", "resnet50", "--batch-size", 2,
-                 "--epochs", 1, "--checkpoint", "images.pt", cwd=tmp_path)
-    assert result.status == 0, f"the run whose weights are used fails:\n{result.text}"
-    image = tmp_path / "DIR/val/dog/1.jpg"
-    (tmp_path / "image.jpg").write_bytes(image.read_bytes())
-
-    code = code_block("cifar10_ddp", "use the weights") + "print(*logits[0].tolist())\n"
-    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+def test_the_weights_classify_as_in_the_run(tmp_path, monkeypatch):
+    """With another model and another image size than those by default."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "DIR", train=24, val=11)
+    flags = ("--image-folder", "DIR", "--model", "mnasnet0_5", "--image-size", 48, "--lr", 0.2,
+             "--batch-size", 4, "--epochs", 2, "--workers", 0, "--checkpoint", "images.pt")
+    _, text = output_of("cifar10_ddp", *flags, nproc=2)
+    accuracy = re.findall(TEST_LINE, text)[-1][1]
+    (tmp_path / "image.jpg").write_bytes((tmp_path / "DIR/val/dog/1.jpg").read_bytes())
+    ((_, code),) = edits("cifar10_ddp", "use the weights")
+    process = subprocess.run([sys.executable, "-c", code + ACCURACY], capture_output=True,
                              text=True, env=clean_environment(PYTHONPATH=ROOT))
-    assert process.returncode == 0, f"the README's code fails:\n{process.stderr}"
-    name, logits = process.stdout.splitlines()
-    expected = classify_by_torchvision(load_checkpoint(tmp_path / "images.pt"), image)
-    logits = [float(logit) for logit in logits.split()]
-    assert logits == pytest.approx(expected.tolist(), abs=1e-3), (
-        f"the README's code computes other logits than torchvision's model: {logits}, {expected}")
-    assert name == CLASSES[expected.argmax()], f"the README's code prints {name} for {expected}"
+    assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
+    name, again = process.stdout.splitlines()
+    assert name in ("cat", "dog"), f"the page's code prints the class of the image, not {name}"
+    assert again == f"{accuracy} of 11", (
+        f"the page's code classifies {again} of DIR/val rightly, the run {accuracy}:\n{text}")

@@ -1,13 +1,12 @@
 """The recipes: learning rates, weight decay, dropout, pixels, flips and crops."""
 
-import argparse
-
 import pytest
 import torch
 import torch.nn as nn
-from functions import load_script, train
+from functions import load_script
 from recorder import use_small_model
 from scripts import IMAGE_SCRIPTS, SCRIPTS
+from stopped_runs import finish
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # ---- learning rates ----
@@ -15,109 +14,81 @@ DECAY = [1, 0.75, 0.5, 0.25]  # factors of steps 0, 3, 6 and 9 of 12: linear dec
 WARM_UP = [1 / 2.4, 0.9375, 0.625, 0.3125]  # over a fifth of the steps, then linear decay
 
 
-def two_groups(script):
-    """Return a setup for train(): a model with two parameter groups, whose rates are recorded."""
-    def setup(module, rank):
-        steps = []
-        use_small_model(module, script)
+def record_rates(module, rank):
+    """A setup for train(): it returns a list that gets the groups' learning rates in each step.
+
+    Where the script has a function of the rate, the model has two groups, with --lr and 0.02 of it.
+    """
+    steps = []
+    use_small_model(module)
+    if hasattr(module, "learning_rate"):
         build_model = module.build_model
 
-        def build_two_groups(*arguments):
-            model, _ = build_model(*arguments)
+        def build_two_groups(args, *arguments):
+            model, _ = build_model(args, *arguments)
             first, *others = model.parameters()
-            groups = [{"params": [first]}, {"params": others, "lr": 2e-5}]
-            return model, torch.optim.SGD(groups, lr=1e-3)
-
-        def before_step(optimizer, *_):
-            steps.append([group["lr"] for group in optimizer.param_groups])
+            groups = [{"params": [first]}, {"params": others, "lr": 0.02 * args.lr}]
+            return model, torch.optim.SGD(groups, lr=args.lr)
 
         module.build_model = build_two_groups
-        register_optimizer_step_pre_hook(before_step)
-        return steps
+    register_optimizer_step_pre_hook(
+        lambda optimizer, *_: steps.append([group["lr"] for group in optimizer.param_groups]))
+    return steps
 
-    return setup
 
-
-@pytest.fixture(scope="module", params=SCRIPTS)
-def rates(request):
-    """A script, and the rates of its two parameter groups in each of 12 steps."""
-    script = request.param
-    flags = (SCRIPTS[script].data_flag, 48, "--batch-size", 16, "--epochs", 4,
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_parameter_group_has_its_peak_rate_times_the_factor(script):
+    flags = (SCRIPTS[script].data_flag, 48, "--batch-size", 16, "--epochs", 4, "--lr", 1e-3,
              *SCRIPTS[script].no_children)
-    ((steps, code, _),) = train(script, *flags, setup=two_groups(script))
-    assert code == 0, f"{script} has ended with {code}"
-    return script, steps
-
-
-@pytest.mark.parametrize("group, peak", [(0, 1e-3), (1, 2e-5)])
-def test_each_parameter_group_has_its_peak_rate_times_the_factor(rates, group, peak):
-    script, steps = rates
-    factors = [step_rates[group] / peak for step_rates in steps[::3]]
+    (steps,) = finish(script, *flags, nproc=1, setup=record_rates)
     expected = WARM_UP if SCRIPTS[script].warm_up else DECAY
-    assert factors == pytest.approx(expected), (
-        f"{script}: the learning rate of parameter group {group}, as factors of its peak in steps "
-        f"1, 4, 7 and 10 of 12, is {factors}, not {expected}")
+    for group, peak in zip(range(len(steps[0])), (1e-3, 2e-5)):
+        factors = [rates[group] / peak for rates in steps[::3]]
+        assert factors == pytest.approx(expected), (
+            f"{script}: the learning rate of parameter group {group}, as factors of its peak in "
+            f"steps 1, 4, 7 and 10 of 12, is {factors}, not {expected}")
 
 
-# ---- cifar10_ddp's optimizer ----
-@pytest.fixture(scope="module")
-def decayed():
-    """The peak rate, and weights and biases of cifar10_ddp before and after 3 steps of SGD.
+def test_the_optimizer_of_cifar10():
+    """The peak rate is for 256 images; weights decay, biases and norms do not.
 
-    The gradients are zero: weights shrink by weight decay alone.
+    The gradients are zero: in 3 steps, weights shrink by decay with Nesterov's momentum alone.
     """
     module = load_script("cifar10_ddp")
-    args = argparse.Namespace(model="resnet18", image_folder=None, lr=6400.0)
-    model, optimizer = module.build_model(args, 10, 8, torch.device("cpu"))
-    first = model.fc.weight[0, 0].item(), model.fc.bias[0].item(), model.bn1.weight[0].item()
+    model, optimizer = module.build_model(
+        module.parse_args(["--lr", "6400"]), 10, 8, torch.device("cpu"))
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    assert peaks == [200, 200], f"--lr 6400 with a global batch of 8 is 200, not {peaks}"
+    factor, momentum = 1.0, 0.0
+    for _ in range(3):
+        momentum = 0.9 * momentum + 5e-4 * factor
+        factor -= 200 * (5e-4 * factor + 0.9 * momentum)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(3):
         optimizer.step()
-    last = model.fc.weight[0, 0].item(), model.fc.bias[0].item(), model.bn1.weight[0].item()
-    return [group["lr"] for group in optimizer.param_groups], first, last
-
-
-def test_the_peak_rate_of_cifar10_is_for_256_images(decayed):
-    peaks, _, _ = decayed
-    assert peaks == [200, 200], f"--lr 6400 with a global batch of 8 is 200, not {peaks}"
-
-
-def test_the_weights_of_cifar10_shrink_by_weight_decay_with_nesterovs_momentum(decayed):
-    _, first, last = decayed
-    expected = first[0]
-    momentum = 0.0
-    for _ in range(3):
-        decay = 5e-4 * expected
-        momentum = 0.9 * momentum + decay
-        expected -= 200 * (decay + 0.9 * momentum)
-    assert last[0] == pytest.approx(expected, rel=1e-4), (
-        f"weight decay 5e-4 with Nesterov's momentum 0.9 makes {first[0]} {expected}, "
-        f"not {last[0]}")
-
-
-def test_biases_and_norms_of_cifar10_do_not_shrink(decayed):
-    _, first, last = decayed
-    assert last[1:] == first[1:], (
-        f"without gradients, a bias and a norm's weight were {first[1:]}, and are {last[1:]}")
+    for name, parameter in model.named_parameters():
+        expected = before[name] * (factor if parameter.ndim > 1 else 1)
+        assert torch.allclose(parameter, expected, rtol=1e-4), (
+            f"without gradients, {name} should shrink by {factor} if it is a weight, and stay if a "
+            f"bias or norm: {before[name].flatten()[:3]} is {parameter.flatten()[:3]}")
 
 
 # ---- models ----
-@pytest.mark.parametrize("script", ["mnist_dp", "fashionmnist_ddp"])
-@pytest.mark.parametrize("layer, probability", [("dropout1", 0.25), ("dropout2", 0.5)])
-def test_dropout(script, layer, probability):
-    module = load_script(script)
-    model = module.CNN(False) if script == "mnist_dp" else module.CNN()
-    zeros = []
-
-    def count_zeros(dropout, inputs, output):
-        zeros.append((output[inputs[0] > 0] == 0).double().mean().item())
-
-    getattr(model, layer).register_forward_hook(count_zeros)
-    torch.manual_seed(0)
-    model(torch.rand(64, 1, 28, 28))
-    assert zeros == [pytest.approx(probability, abs=0.03)], (
-        f"{script}: {layer} sets {zeros} of its inputs to zero, not {probability}")
+@pytest.mark.parametrize("script, arguments", [("mnist_dp", [False]), ("fashionmnist_ddp", [])])
+def test_dropout(script, arguments):
+    model = load_script(script).CNN(*arguments)
+    for layer, probability in ((model.dropout1, 0.25), (model.dropout2, 0.5)):
+        seen = []
+        hook = layer.register_forward_hook(lambda _, *values: seen.append(values))
+        torch.manual_seed(0)
+        model(torch.rand(64, 1, 28, 28))
+        hook.remove()
+        (((inputs,), output),) = seen
+        zeros = (output[inputs > 0] == 0).double().mean().item()
+        assert zeros == pytest.approx(probability, abs=0.03), (
+            f"{script}: a layer sets {zeros} of its inputs to zero, not {probability}")
 
 
 # ---- pixels ----
@@ -149,49 +120,33 @@ def test_black_and_white_pixels(script):
 
 
 # ---- flips and crops ----
-def numbered_images(count, size):
-    """Return images (count, 3, size, size) whose pixels are numbered."""
-    return torch.arange(size * size).view(1, 1, size, size).expand(count, 3, size, size)
-
-
-def test_fashionmnist_flips_half_of_the_images():
+def test_fashionmnist_flips_half_of_the_images_in_training_alone():
+    module = load_script("fashionmnist_ddp")
+    model = See(1)
+    images = torch.arange(28, dtype=torch.uint8).expand(2000, 1, 28, 28)
     torch.manual_seed(0)
-    images = load_script("fashionmnist_ddp").augment(numbered_images(2000, 28))
-    flipped = (images[:, 0, 0, 0] > images[:, 0, 0, 1]).sum().item()
-    assert 900 < flipped < 1100, f"of 2000 images {flipped} are flipped, not half"
+    for training, least, most in ((True, 900, 1100), (False, 0, 0)):
+        model.train(training)
+        module.loss_and_correct(model, images, torch.zeros(2000, dtype=torch.long))
+        flipped = (model.images[:, 0, 0, 0] > model.images[:, 0, 0, 1]).sum().item()
+        assert least <= flipped <= most, (
+            f"with model.training {training}, {flipped} of 2000 images are flipped")
 
 
-@pytest.fixture(scope="module")
-def crops():
-    """2000 images (3, 32, 32) with numbered pixels, as cifar10_ddp's transforms return them."""
+def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
+    """Images of 32 pixels, padded by 4, have 9 x 9 crops."""
     module = load_script("cifar10_ddp")
-    args = argparse.Namespace(model="resnet18", image_folder=None, image_size=None)
-    transform = module.transforms(args, train_set=True)
+    transform = module.transforms(module.parse_args([]), train_set=True)
     torch.manual_seed(0)
     image = torch.stack([torch.arange(32).repeat(32, 1), torch.arange(32).repeat(32, 1).T,
                          torch.zeros(32, 32)]).to(torch.uint8)  # column, row, 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other, on images so small
-    images = torch.stack([transform(image) for _ in range(2000)])
+    crops = torch.stack([transform(image) for _ in range(2000)])
     torch.set_num_threads(threads)
-    return images
-
-
-def test_cifar10_flips_half_of_the_images(crops):
-    flipped = (crops[:, 0, 16, 16] > crops[:, 0, 16, 17]).sum().item()
-    assert 900 < flipped < 1100, f"of 2000 images {flipped} are flipped, not half"
-
-
-def test_cifar10_crops_at_all_places(crops):
     flipped = crops[:, 0, 16, 16] > crops[:, 0, 16, 17]
+    assert 900 < flipped.sum() < 1100, f"of 2000 images {flipped.sum()} are flipped, not half"
     places = set(map(tuple, crops[~flipped, :2, 16, 16].tolist()))
-    assert len(places) == 81, (
-        f"images padded by 4 pixels have 9 x 9 crops, of which {len(places)} are used")
-
-
-def test_cifar10_does_not_change_the_images_of_the_test_set():
-    module = load_script("cifar10_ddp")
-    args = argparse.Namespace(model="resnet18", image_folder=None, image_size=None)
-    image = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
-    transformed = module.transforms(args, train_set=False)(image)
-    assert torch.equal(transformed, image), "a test image is changed by the transforms"
+    assert len(places) == 81, f"of 9 x 9 crops, {len(places)} are used"
+    test_image = module.transforms(module.parse_args([]), train_set=False)(image)
+    assert torch.equal(test_image, image), "a test image is changed by the transforms"
