@@ -31,6 +31,7 @@ def fork(nproc, function, timeout=120):
     def call(rank):
         torch.set_num_threads(1)  # OpenMP's threads are not forked
         torch.seed()  # another state in each process
+        torch.multiprocessing.set_start_method(None, force=True)  # as in a new interpreter
         for signum in (signal.SIGINT, signal.SIGHUP):  # nohup and a shell's & ignore them
             signal.signal(signum, signal.SIG_DFL)
         env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc,

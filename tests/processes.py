@@ -29,7 +29,7 @@ def visible_gpus():
 
 GPUS = visible_gpus()  # before conftest.py hides them
 LAUNCHER_VARIABLES = re.compile(
-    r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP)_|RANK$|WORLD_SIZE$")
+    r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP|OMPI|PMI|PMIX)_|RANK$|WORLD_SIZE$")
 
 
 def free_port():
@@ -211,8 +211,9 @@ def start_step(path, flags, nproc, port, cwd, env, rank_flags):
             command += rank_flags(rank)
         commands.append(command)
         environments.append(clean_environment(
-            SLURM_JOB_ID=4711, SLURM_STEP_NUM_TASKS=nproc, SLURM_STEP_NODELIST="localhost",
-            SLURM_PROCID=rank, SLURM_LOCALID=rank, MASTER_PORT=port, **env))
+            SLURM_JOB_ID=4711, SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=nproc,
+            SLURM_STEP_NODELIST="localhost", SLURM_PROCID=rank, SLURM_LOCALID=rank,
+            MASTER_PORT=port, **env))
     return Job(commands, environments, cwd)
 
 

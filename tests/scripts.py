@@ -17,6 +17,7 @@ class Script(NamedTuple):
     loss_function: str = "loss_and_correct"  # the function that calls the model
     several_processes: bool = True
     has_test_set: bool = True
+    has_checkpoint: bool = True  # saves, stops by signals, resumes; takes --log-every
     no_children: tuple[str, ...] = ()  # flags with which it starts no processes of its own
     warm_up: bool = False  # of the learning rate, over a fifth of the steps
     label_smoothing: float = 0.0  # in training
@@ -46,6 +47,7 @@ SCRIPTS = {
         smoke_runs=(("python", 1),),
         data_flag="--fake-data",
         several_processes=False,
+        has_checkpoint=False,
         channels=1,
     ),
     "cifar10_ddp": Script(
@@ -76,9 +78,11 @@ SCRIPTS = {
         least_accuracy=0.85,
         smoke_runs=(("torchrun", 2), ("srun", 2)),
         data_flag="--samples",
+        has_checkpoint=False,
     ),
 }
 DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.several_processes]
+CHECKPOINT_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_checkpoint]
 IMAGE_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_images]
 TESTED_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_test_set]
 

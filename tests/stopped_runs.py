@@ -20,20 +20,22 @@ def stop(script, *flags, nproc, after, setup=no_setup):
     """Train until a signal stops the run after this step. The last flag is the checkpoint."""
     def setup_and_stop(module, rank):
         setup(module, rank)
-        stop_after(after, rank)
+        module.CHECK_EVERY = 1
+        if rank == 0:
+            signal_after(after - 1)
 
     train(script, *flags, nproc=nproc, setup=setup_and_stop)
     step = load_checkpoint(flags[-1])["step"]
-    assert step == after, f"a signal in step {after} has stopped the run after step {step}"
+    assert step == after, f"a signal before step {after} has stopped the run after step {step}"
 
 
-def stop_after(number, rank):
-    """Let rank 0 get SIGTERM at the end of step `number`."""
+def signal_after(number, signum=signal.SIGTERM):
+    """Let this process get a signal when it has computed so many steps: at least 1."""
     steps = []
 
     def after_step(*_):
-        steps.append(rank)
-        if rank == 0 and len(steps) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
+        steps.append(number)
+        if len(steps) == number:
+            os.kill(os.getpid(), signum)
 
     register_optimizer_step_post_hook(after_step)
