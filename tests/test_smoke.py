@@ -33,7 +33,7 @@ def test_one_epoch(script, launcher, nproc, tmp_path):
     found = sorted(os.listdir(tmp_path))
     assert found == files, f"{script} must leave {files}, and has left {found}"
     if details.several_processes:
-        assert f"world size {nproc} on cpu" in text, f"{script} has not {nproc} processes:\n{text}"
+        assert re.search(rf"^world size {nproc}\b", text, re.MULTILINE), f"{script} has not {nproc} processes:\n{text}"
     if script == "cpu_ddp":
         error = re.search(r"largest error of a learned weight: ([\d.]+)", text)
         assert error, f"{script} prints no error of a weight:\n{text}"

@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT-0
+"""Copy the shared functions of one script into the other scripts that have them.
+
+usage: python tests/copy_functions.py SCRIPT        for example fashionmnist_ddp
+
+A shared function is one that several scripts have, but for those in EDITED. Edit it in one script,
+then run this. tests/test_repository.py fails while two copies differ.
+"""
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What a copy of a script edits: different in each script.
+EDITED = {"parse_args", "CNN", "build_model", "learning_rate", "prepare_data", "load_data",
+          "loss_and_correct", "train", "main"}
+EDITED_IN = {"mnist_dp": {"evaluate"}}  # different in these scripts alone
+
+
+def shared_functions(path):
+    """Return the functions and classes of a script but for those that it edits: {name: text}."""
+    lines = path.read_text().splitlines(keepends=True)
+    edited = EDITED | EDITED_IN.get(path.parent.name, set())
+    found = {}
+    for node in ast.parse("".join(lines)).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in edited:
+            first = min(part.lineno for part in [node, *node.decorator_list])
+            found[node.name] = "".join(lines[first - 1:node.end_lineno])
+    return found
+
+
+def copy_functions(source, target):
+    """Replace the shared functions in the file target by those of the file source."""
+    functions = shared_functions(source)
+    text = target.read_text()
+    for name, old in shared_functions(target).items():
+        text = text.replace(old, functions.get(name, old))
+    if text != target.read_text():
+        target.write_text(text)
+        print(f"{target.relative_to(ROOT)} has been updated")
+
+
+def main():
+    source = ROOT / sys.argv[1].strip("/") / "train.py" if len(sys.argv) == 2 else None
+    if source is None or not source.exists():
+        sys.exit("usage: python tests/copy_functions.py SCRIPT")
+    for target in sorted(ROOT.glob("*/train.py")):
+        if target != source:
+            copy_functions(source, target)
+
+
+if __name__ == "__main__":
+    main()
