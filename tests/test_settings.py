@@ -18,11 +18,10 @@ CHANGE_NO_WEIGHTS = {"epochs", "batch_size", "bf16", "nproc", "workers", "data_d
 
 def run_once(script, path, *flags, nproc=1):
     """Train for an epoch of 16 samples, and return the argument of sys.exit of each rank."""
-    name = script if script in SCRIPTS else "fashionmnist_ddp"  # a copy of it
-
     def setup(module, rank):
-        use_small_model(module, name)
+        use_small_model(module)
 
+    name = script if script in SCRIPTS else "fashionmnist_ddp"  # a copy of it
     flags = [SCRIPTS[name].data_flag, 16, "--batch-size", 8, "--epochs", 1, "--seed", 3,
              "--checkpoint", path, *SCRIPTS[name].no_children, *flags]
     return [code for _, code, _ in train(script, *flags, nproc=nproc, setup=setup)]

@@ -214,7 +214,7 @@ def test_a_finished_run_is_only_evaluated_and_more_epochs_continue_it(script, tm
 def test_save_every_counts_minutes(script, seconds, flags, expected, tmp_path):
     """By a made-up clock. Two epochs of 8 steps. cpu_ddp evaluates nothing, and saves at the end."""
     def setup(module, rank):
-        use_small_model(module, script)
+        use_small_model(module)
         steps = []
         saved = []
         learning_rate = module.learning_rate
@@ -246,7 +246,7 @@ def test_all_ranks_use_the_flags_of_rank_0(script):
 
     def weights(*flags_of_rank_1):
         def setup(module, rank):
-            use_small_model(module, script)
+            use_small_model(module)
             sys.argv += flags_of_rank_1 if rank == 1 else ()
             parameters = []
 
@@ -317,7 +317,7 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
 
         module.prepare_data = slow_prepare_data
         module.dist.barrier = first_barrier
-        use_small_model(module, script)
+        use_small_model(module)
         return events
 
     flags = (SCRIPTS[script].data_flag, 16, "--epochs", 1, *SCRIPTS[script].no_children)
