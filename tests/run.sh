@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Run the quick tests: about 3 minutes on 2 cores. Every script trains for one epoch on the CPU and
-# learns; the copies are equal; each sample is used once; what is printed is true; settings and
-# mistakes are refused; a stopped run resumes exactly. Where there are GPUs, it trains on them.
+# SPDX-License-Identifier: MIT-0
+# Run the quick tests: about 2 minutes on 2 cores. Every script trains for one epoch on the CPU and
+# learns; shared functions are equal; each sample is used once; what is printed is true; mistakes
+# and other runs' checkpoints are refused; a stopped run resumes exactly. Where there are GPUs, it
+# trains on them.
 #
-# With --all, run all tests: 20 minutes. Also kills, damaged checkpoints, launchers, a Slurm of
-# several nodes, images, pods, setting up, the benchmark. The end of the output lists what this
-# machine cannot run, with the command that enables it.
+# With --all, run all tests: 12 minutes. Also kills, launchers, a Slurm of several nodes, images,
+# pods, setting up, the benchmark. The end of the output lists what this machine cannot run, with
+# the command that enables it.
 #
 # With a test file or -k EXPRESSION, run the tests of that file, or those of all files that match.
 #
 # usage: [VENV=DIR] bash tests/run.sh [--all] [pytest arguments]
 #        bash tests/run.sh tests/test_smoke.py -k cifar10
 #        bash tests/run.sh -k 'settings and cpu_ddp'
-#        bash tests/run.sh tests/test_batches.py::test_the_order_differs_by_epoch
+#        bash tests/run.sh tests/test_settings.py::test_the_global_batch_of_the_first_start_stays
 #
 # Without VENV, slurm/create-venv.sh makes or updates .venv first.
 set -euo pipefail
@@ -24,9 +26,12 @@ quick=(
     tests/test_batches.py
     tests/test_log_lines.py
     tests/test_settings.py
-    tests/test_error_lines.py
+    tests/test_damaged_checkpoints.py
+    tests/test_error_lines.py::test_a_mistake_is_an_error_line
+    tests/test_environment_variables.py
     tests/test_gpu.py
-    tests/test_stop_and_resume.py::test_resumed_run_has_the_weights_of_an_undisturbed_run
+    tests/test_stop_and_resume.py::test_a_resumed_run_has_the_weights_of_an_undisturbed_run
+    tests/test_stop_and_resume.py::test_all_ranks_use_the_flags_of_rank_0
 )
 for argument in "$@"; do
     case $argument in
