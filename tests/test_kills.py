@@ -32,9 +32,9 @@ class Kills(NamedTuple):
 
 
 KILLS = [
-    Kills(6, "cpu_ddp", "srun", 2, ("--epochs", 60)),
-    Kills(4, "cpu_ddp", "torchrun", 4, ("--epochs", 30)),
-    Kills(5, "cifar10_ddp", "torchrun", 2, ("--fake-data", 64, "--batch-size", 2, "--epochs", 3)),
+    Kills(8, "cpu_ddp", "srun", 2, ("--epochs", 60)),
+    Kills(3, "cpu_ddp", "torchrun", 4, ("--epochs", 30)),
+    Kills(4, "cifar10_ddp", "torchrun", 2, ("--fake-data", 64, "--batch-size", 2, "--epochs", 3)),
     Kills(5, "fashionmnist_ddp", "spawn", 2, ("--fake-data", 2048, "--batch-size", 32,
                                               "--epochs", 4)),
 ]
