@@ -462,7 +462,7 @@ def test_log_of_gpus_is_written_and_ends_with_the_job(lab, undisturbed):
     lab.wait(job, "COMPLETED")
     log = (lab.folder / f"slurm/fashionmnist-{job}-gpu.log").read_text()
     assert log == "dmon -s pucm -d 5\n", f"the log of the GPUs' use has other content:\n{log}"
-    left = lab.node(lab.show(job, "NodeList")).exec("pgrep -f nvidia-smi; true")
+    left = lab.node(lab.show(job, "NodeList")).exec("pgrep -x nvidia-smi; true")
     assert not left, f"nvidia-smi still runs after the job: pid {left}"
 
 
@@ -589,10 +589,9 @@ TRAIN = ".venv/bin/python cpu_ddp/train.py --epochs 4 --samples 256"
 
 def in_terminal(lab, allocation, command):
     """Run a command as the shell of an allocation, in a terminal; return what is shown."""
-    shell = lab.folder / "shell"
-    write_program(shell, command)
-    return lab.sh(f"script --quiet --command {shlex.quote(allocation)} /dev/null", timeout=200,
-                  env={"SHELL": shell})
+    write_program(lab.folder / "shell", command)
+    allocation = shlex.quote(f"SHELL=./shell {allocation}")
+    return lab.sh(f"script --quiet --command {allocation} /dev/null", timeout=200)
 
 
 def test_srun_in_an_interactive_job_is_one_run(lab):
