@@ -1,8 +1,8 @@
 """A real Slurm cluster on one machine: a head (controller, login) and nodes.
 
-Each is in network, UTS, mount, IPC and PID namespaces of its own. slurm/install-slurm.sh writes
-their configuration. The machine's own network, Slurm and /etc stay untouched. The kernel ends every
-process of the lab when the test run ends, however it ends.
+Each is in network, UTS, mount, IPC and PID namespaces of its own. The commands that
+slurm/install-slurm.sh prints install Slurm on them. The machine's own network, Slurm and /etc stay
+untouched. The kernel ends every process of the lab when the test run ends, however it ends.
 """
 
 import contextlib
@@ -17,9 +17,15 @@ from pathlib import Path
 
 INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
+# What takes the place of ssh and scp, as there is no server, and of apt-get.
+STAND_INS = {
+    "ssh": 'exec nsenter --target "$(cat "$LAB/$1")" --net --uts --mount --ipc --pid bash -c "$2"',
+    "scp": 'to=${*: -1}; cp "${@:1:$#-1}" "/proc/$(cat "$LAB/${to%%:*}")/root${to#*:}"',
+    "apt-get": '[[ $1 = update ]] || dpkg --status "${@:3}" >/dev/null',
+}
 FINAL = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
-# PID 1 of a machine: sets up its namespaces, starts its daemons, reaps orphans.
+# PID 1 of a machine: sets up its namespaces, reaps orphans.
 INIT = r"""set -e
 name=$1
 own=$2
@@ -32,28 +38,22 @@ for folder in /run /dev/shm; do
     mount -t tmpfs -o mode=755 tmpfs "$folder"
 done
 chmod 1777 /dev/shm
-mkdir -p "$own/log/munge" "$own/log/slurm" "$own/munge" "$own/slurm/slurmctld" "$own/slurm/slurmd"
-chown -R munge: "$own/log/munge" "$own/munge"
-chown -R slurm: "$own/log/slurm" "$own/slurm"
-mount --bind "$own/log" /var/log
-mount --bind "$own/munge" /var/lib/munge
-mount --bind "$own/slurm" /var/lib/slurm
-mount --bind "$lab/key" /etc/munge
-mount --bind "$lab/etc" /etc/slurm
+install -d -o munge -g munge /run/munge
+mkdir /run/lock
+for folder in /var/log/munge /var/lib/munge /etc/munge; do
+    install -d -o munge -g munge -m 700 "$own$folder"
+    mount --bind "$own$folder" $folder
+done
+mkdir -p "$own"/{var/log/slurm,var/lib/slurm/slurmctld,var/lib/slurm/slurmd,etc/slurm}
+chown -R slurm: "$own"/var/{log,lib}/slurm
+for folder in /var/log/slurm /var/lib/slurm /etc/slurm; do
+    mount --bind "$own$folder" $folder
+done
 mount --bind "$lab/hosts" /etc/hosts
 sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"$own/nsswitch.conf"
 mount --bind "$own/nsswitch.conf" /etc/nsswitch.conf    # unknown names fail at once
 read -r _   # the cable is plugged in
 ip link set lo up
-install -d -o munge -g munge -m 755 /run/munge
-runuser -u munge -- munged
-unset SLURM_CONF
-# The daemons return when they listen.
-if [ "$name" = head ]; then
-    slurmctld
-else
-    slurmd
-fi
 while :; do
     sleep 3600 &
     wait $!
@@ -74,7 +74,7 @@ class Machine:
         self.own.mkdir()
 
     def command(self):
-        """What starts PID 1, and with it the daemons."""
+        """What starts PID 1."""
         return ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL",
                 "bash", "-c", INIT, "init", self.name, self.own, self.lab.root]
 
@@ -87,6 +87,7 @@ class Machine:
                 ["setpriv", "--pdeathsig", "KILL", *self.command()],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         self.pid = self._first_process()
+        (self.lab.root / f"root@{self.address}").write_text(str(self.pid))  # for ssh
         head = self.lab.machines[0]
         if self is head:
             self.ip("link add eth0 type bridge")
@@ -197,30 +198,26 @@ class Lab(Network):
     def up(self):
         self.folder = self.root / "shared disk"      # for the tests: every machine sees it
         self.folder.mkdir()
-        self._configure()
         hosts = "127.0.0.1 localhost\n"
         for name, address in self.addresses.items():
             hosts += f"{address} {name}\n::ffff:{address} {name}\n"
         (self.root / "hosts").write_text(hosts)
         super().up()
+        self._install()
         self.head.exec('until [ "$(sinfo -hNo %t | sort -u)" = idle ]; do sleep 0.1; done', 60)
 
-    def _configure(self):
-        """Write slurm.conf with install-slurm.sh, then edit it.
+    def _install(self):
+        """Run what install-slurm.sh prints, with edited files.
 
         Waits are shorter, and nodes have more hardware than there is: tests train small models.
         """
-        etc = self.root / "etc"
+        etc = self.root / "my cluster"
         command = ["bash", INSTALL, "--out", etc, "--controller", f"head={self.addresses['head']}"]
         for name in self.nodes:
             cores = 1 if name == self.nodes[-1] else 2
             hardware = f"CPUs={cores},CoresPerSocket={cores},RealMemory=10000,Gres=gpu:2"
             command += ["--node", f"{name}={self.addresses[name]},{hardware}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=30)
-        key = self.root / "key"
-        key.mkdir()
-        (etc / "munge.key").rename(key / "munge.key")
-        subprocess.run(["chown", "-R", "munge:", key], check=True)
+        commands = subprocess.check_output(command, text=True, timeout=30)
         # GPUs are counted, and never opened.
         (etc / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -231,6 +228,14 @@ class Lab(Network):
         lines += [f"{key}={value}" for key, value in self.settings.items()]
         lines += [f"PartitionName={text} MaxTime=INFINITE State=UP" for text in self.partitions]
         (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
+        for name, text in STAND_INS.items():
+            (self.root / name).write_text(f"#!/bin/bash\n{text}\n")
+            (self.root / name).chmod(0o755)
+        env = os.environ | {"PATH": f"{self.root}:{os.environ['PATH']}", "LAB": str(self.root)}
+        done = subprocess.run(["bash", "-euc", commands], env=env, capture_output=True, text=True,
+                              timeout=200)
+        assert done.returncode == 0, (
+            f"what install-slurm.sh prints fails:\n{commands}{done.stdout}{done.stderr}")
 
     def sh(self, command, timeout=60, check=True, env=None, cwd=None):
         """Run a shell command on the head and return its output, stderr included."""

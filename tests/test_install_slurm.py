@@ -1,13 +1,11 @@
-"""slurm/install-slurm.sh on copies of this machine, by systemd-nspawn.
+"""slurm/install-slurm.sh for one machine, on copies of this one, by systemd-nspawn.
 
 What a copy writes to its disk is gone when it ends; everything else is real, systemd included. The
 machine's own Slurm and /etc stay untouched.
 """
 
-import os
 import shlex
 import shutil
-import subprocess
 
 import pytest
 from slurm_lab import INSTALL, Machine, Network, running, why_not
@@ -56,30 +54,25 @@ class Copy(Machine):
 
 
 class Copies(Network):
-    """The copies, connected by a switch."""
+    """A copy, as the head of a network without nodes."""
 
     machine = Copy
 
-    def __init__(self, kind, nodes, root):
-        super().__init__(root, nodes)
+    def __init__(self, kind, root):
+        super().__init__(root, 0)
         self.kind = kind
 
     def up(self):
         super().up()
-        for machine in self.machines:
-            machine.exec(f"until {STARTED[self.kind]}; do sleep 0.1; done; {PREPARE}", timeout=60)
+        self.head.exec(f"until {STARTED[self.kind]}; do sleep 0.1; done; {PREPARE}", timeout=60)
 
 
-def copies(kind="plain", nodes=0):
-    if reason := why_not():
-        pytest.skip(reason)
-    return running(lambda root: Copies(kind, nodes, root))
-
-
-# --- one machine: the tests change it, in this order ---
+# The tests change this machine, in their order.
 @pytest.fixture(scope="module", params=["plain", "systemd"])
 def machine(request):
-    with copies(request.param) as lab:
+    if reason := why_not():
+        pytest.skip(reason)
+    with running(lambda root: Copies(request.param, root)) as lab:
         yield lab.head
 
 
@@ -138,55 +131,3 @@ def test_urgent_job_preempts_and_the_other_is_requeued(machine):
     machine.exec("while squeue -ho %i | grep .; do sleep 0.1; done", timeout=60)
     text = machine.exec("cat /run/preempted.out")
     assert "life 1" in text, f"a job of main was not requeued after one of urgent:\n{text}"
-
-
-# --- several machines ---
-SSH = """#!/usr/bin/env bash
-# Takes the place of ssh and scp, as no copy has a server: enters the machine that has the address.
-set -euo pipefail
-enter() {{
-    case $1 in
-        {cases}
-        *) exit 255 ;;
-    esac
-}}
-if [ "${{0##*/}}" = scp ]; then
-    to=${{*: -1}}
-    cp "${{@:1:$#-1}}" "/proc/$(enter "${{to%%:*}}")/root${{to#*:}}"
-else
-    exec nsenter --target "$(enter "$1")" --net --uts --mount --ipc --pid bash -c "$2"
-fi
-"""
-# Takes the place of apt-get, as there is no network: the packages must be there.
-APT_GET = '#!/bin/sh\n[ "$1" = update ] || { shift 2; dpkg --status "$@" >/dev/null; }\n'
-
-
-def test_printed_commands_install_a_cluster(tmp_path):
-    """A head and two nodes: each has its daemons, and the private key."""
-    with copies(nodes=2) as lab:
-        cases = []
-        for machine in lab.machines:
-            cases.append(f"root@{machine.address}) echo {machine.pid} ;;")
-            apt_get = "/usr/local/bin/apt-get"
-            machine.exec(f"echo {shlex.quote(APT_GET)} > {apt_get}; chmod +x {apt_get}")
-            machine.exec("rm /etc/munge/munge.key")     # which all copies have from this machine
-        for name in ("ssh", "scp"):
-            (tmp_path / name).write_text(SSH.format(cases="\n        ".join(cases)))
-            (tmp_path / name).chmod(0o755)
-        address = lab.addresses
-        printed = subprocess.check_output(
-            ["bash", INSTALL, "--controller", f"head={address['head']}",
-             "--node", f"c1={address['c1']},CPUs=2,RealMemory=1000",
-             "--node", f"c2={address['c2']}", "--out", tmp_path / "my cluster"],
-            text=True, timeout=60)
-        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", "-euc", printed], env=env, capture_output=True, text=True,
-                              timeout=120)
-        assert done.returncode == 0, (
-            f"the printed commands fail:\n{printed}{done.stdout}{done.stderr}")
-        found = [machine.daemons() - {"munged"} for machine in lab.machines]
-        assert found == [{"slurmctld"}, {"slurmd"}, {"slurmd"}], f"the machines run {found}"
-        names = sorted(lab.node("c1").exec("srun --nodes=2 hostname").split())
-        assert names == ["c1", "c2"], f"srun --nodes=2 hostname has printed {names}"
-        mode = (tmp_path / "my cluster/munge.key").stat().st_mode & 0o777
-        assert mode == 0o600, f"munge.key has the permissions {mode:o}"

@@ -1,9 +1,8 @@
 """The sbatch files, srun and the two-terminal scripts, on a real Slurm of ten nodes (slurm_lab.py).
 
-A story submits a job and disturbs it. All stories run side by side; the tests look at what they
-left behind. The final weights are compared bit for bit with those of the same training outside
-Slurm. Jobs that are disturbed run a copy of a script that sleeps in each step, so that there is
-time to do it.
+A story submits a job, disturbs it, and looks at what it left behind. All stories run side by side.
+The final weights are compared bit for bit with those of the same training outside Slurm. Jobs that
+are disturbed run a copy of a script that sleeps in each step, so that there is time to do it.
 """
 
 import re
@@ -12,6 +11,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 from checkpoints import assert_equal, load_checkpoint
@@ -43,11 +43,6 @@ def sections(name):
     return [part.splitlines() for part in text.split("\n\n")]
 
 
-def test_every_file_is_tested():
-    names = sorted(path.stem for path in (ROOT / "slurm").glob("*.sbatch"))
-    assert names == sorted(RESUMED + PLAIN), "slurm/*.sbatch and this test name other files"
-
-
 @pytest.mark.parametrize("name", RESUMED)
 def test_files_differ_only_in_name_script_and_launch(name):
     common = []
@@ -59,12 +54,8 @@ def test_files_differ_only_in_name_script_and_launch(name):
         command = [line for line in launch if line.startswith("srun ")]
         common.append([*options, *set_up, command[0].split(" --ntasks")[0], *requeue])
     assert common[0] == common[1], f"{name}.sbatch and cifar10.sbatch: copy the change to all"
-
-
-def test_container_starts_the_same_processes():
-    launch = [line for line in sections("cpu-container")[2] if "--container-" not in line]
-    for line in sections("cpu")[2][1:]:
-        assert line in launch, f"cpu-container.sbatch lacks what cpu.sbatch has:\n{line}"
+    lines = (ROOT / f"slurm/{name}.sbatch").read_text().count("\n")
+    assert lines <= 55, f"{name}.sbatch has {lines} lines"
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -77,12 +68,6 @@ def test_terminals_choose_their_environment_as_jobs_do():
     worker = (ROOT / "slurm/ddp-worker-node.sh").read_text()
     choice = "\n".join(sections("cifar10")[1]).partition("# The active")[2].partition("cores=")[0]
     assert choice in worker, f"ddp-worker-node.sh has not the lines of cifar10.sbatch:\n{choice}"
-
-
-@pytest.mark.parametrize("name", RESUMED + PLAIN)
-def test_length(name):
-    lines = sum(map(len, sections(name))) + len(sections(name)) - 1
-    assert lines <= (36 if name in PLAIN else 55), f"{name}.sbatch has {lines} lines"
 
 
 # --- the lab ---
@@ -103,28 +88,20 @@ STORIES = {}
 
 
 def story(function):
-    """Make a story a fixture: what it returned, when it has ended."""
-    name = function.__name__
-    STORIES[name] = function
-
-    @pytest.fixture(scope="module", name=name)
-    def wait_for_its_end(stories):
-        return stories[name].result(timeout=900)
-
-    return wait_for_its_end
+    STORIES[function.__name__] = function
+    return function
 
 
 @pytest.fixture(scope="module")
 def stories(lab, request):
-    """The stories (futures) that the chosen tests name, side by side, in the order of this file."""
-    named = set()
-    for item in request.session.items:
-        named.update(item.fixturenames)
+    """The stories (futures) of the chosen tests, side by side, and the training they refer to."""
+    chosen = {item.name for item in request.session.items}
+    started = {}
     with ThreadPoolExecutor(8) as pool:
-        started = {}
         for name, function in STORIES.items():
-            if name in named:
+            if f"test_story[{name}]" in chosen:
                 started[name] = pool.submit(function, lab)
+        lab.long_run = train_outside(lab)
         yield started
 
 
@@ -136,32 +113,32 @@ def submit(lab, file, *args, options=(), nodes="c1,c2", cwd=None, inside="", **v
     return lab.sbatch(exclude, *options, file, *args, env=variables, cwd=cwd, inside=inside)
 
 
-def train_outside(lab, script, flags, nproc, name):
+def train_outside(lab):
     """Train without Slurm, and return the path of the checkpoint."""
-    path = lab.root / f"{name}.pt"
-    result = run(lab.folder / script / "train.py", *flags, "--checkpoint", path, nproc=nproc,
-                 launcher="torchrun", timeout=600, env={"OMP_NUM_THREADS": 1})
+    path = lab.root / "long_run.pt"
+    result = run("cpu_ddp", *LONG, "--checkpoint", path, nproc=2, launcher="torchrun",
+                 timeout=600, env={"OMP_NUM_THREADS": 1})
     assert result.status == 0, f"the training outside Slurm failed:\n{result.text}"
     return path
 
 
-def changed(lab, name, old, new, script="cpu_ddp"):
-    """Write a copy of a script with a change, and return its path, for SCRIPT=."""
-    text = (lab.folder / script / "train.py").read_text()
-    assert text.count(old) == 1, f"{script}/train.py has {text.count(old)} times {old!r}, not once"
+def changed(lab, name, old, new):
+    """Write a copy of cpu_ddp with a change, and return its path, for SCRIPT=."""
+    text = (lab.folder / "cpu_ddp/train.py").read_text()
+    assert text.count(old) == 1, f"cpu_ddp/train.py has {text.count(old)} times {old!r}, not once"
     path = lab.folder / f"changed_for_{name}.py"
     path.write_text(text.replace(old, new))
     return path
 
 
-def slow(lab, name, lives="1", seconds=0.5, then="", script="cpu_ddp"):
-    """A copy of a script whose steps take longer, until the job was requeued `lives` times."""
+def slow(lab, name, lives="1", seconds=0.5, then=""):
+    """A copy of cpu_ddp whose steps take longer, until the job was requeued `lives` times."""
     step = f"""\
             step += 1
             if int(os.environ.get("SLURM_RESTART_COUNT") or 0) < {lives}:
                 time.sleep({seconds})
 {then}"""
-    return changed(lab, name, "            step += 1\n", step, script)
+    return changed(lab, name, "            step += 1\n", step)
 
 
 def link(lab, name):
@@ -193,26 +170,22 @@ def preempt(lab, node, job):
     wait_for_restart(lab, job, before + 1)
 
 
-def assert_resumed(lab, job, restarts, path, reference):
-    """The job was requeued so often, went on where it was, and its weights are the reference's."""
+def assert_resumed(lab, job, restarts, path):
+    """The job completes, was requeued so often, resumed where it was, and has the same weights."""
+    lab.wait(job, "COMPLETED")
     output = lab.output(job)
     number = lab.restarts(job)
     assert number == restarts, f"job {job} was requeued {number} times, not {restarts}:\n{output}"
     begins = [int(step) for step in re.findall(r" \| steps (\d+) to", output)]
     assert begins == sorted(set(begins)), f"job {job} trained from the steps {begins}:\n{output}"
     try:
-        assert_equal(path, reference)
+        assert_equal(lab.folder / path, lab.long_run)
     except (AssertionError, OSError) as error:
         raise AssertionError(f"job {job} ended with another checkpoint than the same training "
                              f"outside Slurm: {error}\n{output}") from None
 
 
 # --- jobs that come back: the longest stories first ---
-@story
-def long_run(lab):
-    return train_outside(lab, "cpu_ddp", LONG, 2, "long_run")
-
-
 @story
 def lost_nodes(lab):
     """First the node of the batch script, then, after the job was requeued, another one."""
@@ -226,12 +199,7 @@ def lost_nodes(lab):
     names = lab.sh(f"scontrol show hostnames {lab.show(job, 'NodeList')}").split()
     names.remove(lab.show(job, "BatchHost"))
     lab.node(names[0]).cut()
-    lab.wait(job, "COMPLETED")
-    return job
-
-
-def test_job_whose_nodes_are_lost_resumes_on_others(lab, lost_nodes, long_run):
-    assert_resumed(lab, lost_nodes, 2, lab.folder / f"cifar10-{lost_nodes}.pt", long_run)
+    assert_resumed(lab, job, 2, f"cifar10-{job}.pt")
 
 
 @story
@@ -253,12 +221,7 @@ def time_limit(lab):
     lab.sh(f"scontrol update job={job} EndTime=now+3minutes")
     wait_for_restart(lab, job, 1)
     lab.sh(f"scontrol update job={job} TimeLimit=30")
-    lab.wait(job, "COMPLETED")
-    return job
-
-
-def test_job_at_its_time_limit_resumes(lab, time_limit, long_run):
-    assert_resumed(lab, time_limit, 1, lab.folder / "scratch/time_limit.pt", long_run)
+    assert_resumed(lab, job, 1, "scratch/time_limit.pt")
 
 
 @story
@@ -275,12 +238,7 @@ def preempted(lab):
     preempt(lab, "c3", job)
     wait_for_steps(lab, job, life=2)
     lab.sh(f"scontrol requeue {job}")
-    lab.wait(job, "COMPLETED")
-    return job
-
-
-def test_preempted_job_resumes(lab, preempted, long_run):
-    assert_resumed(lab, preempted, 3, lab.folder / "scratch/preempted.pt", long_run)
+    assert_resumed(lab, job, 3, "scratch/preempted.pt")
 
 
 @story
@@ -292,15 +250,8 @@ def array(lab):
     lab.wait(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
     wait_for_restart(lab, f"{array}_1", 1)
-    lab.wait(f"{array}_1", "COMPLETED")
-    return array
-
-
-@pytest.mark.parametrize("task, restarts", [(0, 0), (1, 1)])
-def test_only_the_stopped_task_of_an_array_is_requeued(lab, array, long_run, task, restarts):
-    job = f"{array}_{task}"
-    path = lab.folder / f"cifar10-{lab.show(job, 'JobId')}.pt"
-    assert_resumed(lab, job, restarts, path, long_run)
+    assert_resumed(lab, f"{array}_1", 1, f"cifar10-{lab.show(f'{array}_1', 'JobId')}.pt")
+    assert_resumed(lab, f"{array}_0", 0, f"cifar10-{lab.show(f'{array}_0', 'JobId')}.pt")
 
 
 @story
@@ -317,13 +268,7 @@ import torch
                  NPROC=2, SLURM_TIME_FORMAT="%a %T", SCRIPT=script)
     lab.wait_for(job, "importing", lambda: "importing" in lab.output(job))
     preempt(lab, "c10", job)
-    lab.wait(job, "COMPLETED")
-    return job
-
-
-def test_job_preempted_before_training_is_requeued(lab, preempted_before_training, long_run):
-    job = preempted_before_training
-    assert_resumed(lab, job, 1, lab.folder / f"cifar10-srun-{job}.pt", long_run)
+    assert_resumed(lab, job, 1, f"cifar10-srun-{job}.pt")
 
 
 # --- jobs that end for good ---
@@ -336,11 +281,7 @@ def bug(lab):
                  SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     wait_for_restart(lab, job, 1)
     lab.wait(job, "FAILED")
-    return job
-
-
-def test_job_with_a_bug_is_requeued_only_while_it_makes_progress(lab, bug):
-    assert lab.restarts(bug) == 1, f"requeued without a new checkpoint:\n{lab.output(bug)}"
+    assert lab.restarts(job) == 1, f"requeued without a new checkpoint:\n{lab.output(job)}"
 
 
 @story
@@ -354,176 +295,130 @@ def cancelled(lab):
     lab.sh(f"scancel {job}")
     lab.wait(job, "CANCELLED")
     time.sleep(10)  # a requeued job waits for 7 s
-    return job
-
-
-def test_only_sigterm_requeues_a_job(lab, cancelled):
-    restarts = lab.restarts(cancelled)
-    assert restarts == 1, f"after SIGTERM and scancel, requeued {restarts} times, not once"
-    state = lab.show(cancelled, "JobState")
-    assert state == "CANCELLED", f"a cancelled job is {state}:\n{lab.report(cancelled)}"
-
-
-def test_cancelled_job_has_saved(lab, cancelled):
-    output = lab.output(cancelled)
+    state = lab.show(job, "JobState")
+    assert state == "CANCELLED", f"a cancelled job is {state}:\n{lab.report(job)}"
+    output = lab.output(job)
     begin = int(re.findall(r" \| steps (\d+) to", output)[-1])
     step = load_checkpoint(lab.folder / "scratch/cancelled.pt")["step"]
     assert 0 < begin < step < 160, f"resumed at {begin}, checkpoint of step {step}:\n{output}"
 
 
-# What is wrong: options, file, arguments; and what the error line names.
-MISTAKES = {
-    "epochs": ([], "cifar10-srun", ["--epochs", 0], "at least 1"),
-    "checkpoint": ([], "cpu", ["--checkpoint", "my.pt"], "CHECKPOINT="),
-    "option of sbatch": ([], "cpu", ["--cpus-per-task=2"], "--cpus-per-task"),
-    "two nodes": (["--nodes=2"], "fashionmnist", [], "one node"),
-}
+@pytest.mark.parametrize("name", STORIES)
+def test_story(stories, name):
+    stories[name].result(timeout=900)
 
 
-@pytest.fixture(scope="module")
-def mistakes(lab):
-    """The ids of the jobs of MISTAKES. A test waits for its own."""
-    jobs = {}
-    for mistake, (options, file, args, _) in MISTAKES.items():
-        jobs[mistake] = submit(lab, file, *args, options=options)
-    return jobs
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_ends_the_job_in_an_error_line(lab, mistakes, mistake):
-    lab.wait(mistakes[mistake], "FAILED")
-    output = lab.output(mistakes[mistake])
-    errors = re.findall("^(?:.*train.py: )?error: .*", output, re.MULTILINE)
-    assert errors, f"{mistake}: no error line:\n{output}"
-    assert MISTAKES[mistake][-1] in errors[0], f"{mistake}: another error line:\n{output}"
-    assert lab.restarts(mistakes[mistake]) == 0, f"{mistake} is requeued:\n{output}"
-
-
-# --- each file, undisturbed, with what is particular to it ---
+# --- jobs that nobody disturbs ---
 def write_program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(lab):
-    """The ids of jobs, by the name of their file."""
-    # nvidia-smi, and srun where there is no pyxis, show their options
-    write_program(lab.folder / "tools/nvidia-smi", '[[ $# = 0 ]] || { echo "$*"; sleep 1234; }')
-    write_program(lab.folder / "pyxis/srun", 'printf "%s\\n" "$@"')
-    mine = lab.folder / "mine"
-    mine.mkdir()
-    shutil.copy(lab.folder / "cifar10_ddp/train.py", mine / "my.py")
-    shutil.copy(lab.folder / "slurm/cifar10.sbatch", mine)
-    path = ":/usr/local/bin:/usr/bin:/bin"
-    return {
-        "cpu": submit(lab, "cpu", *LINEAR, options=["--nodes=2", "--export=NONE"]),
-        "cpu-container": submit(lab, "cpu-container", IMAGE="my.sqsh",
-                                PATH=f"{lab.folder}/pyxis{path}"),
-        "mnist": submit(lab, "mnist", *IMAGES, options=["--gpus-per-node=2"]),
-        "cifar10": submit(lab, mine / "cifar10.sbatch", *IMAGES, cwd=mine, SCRIPT="my.py",
-                          options=["--nodes=2", "--gpus-per-node=1"], VIRTUAL_ENV=sys.prefix),
-        "fashionmnist": submit(lab, "./fashionmnist.sbatch", *IMAGES, cwd=lab.folder / "slurm",
-                               NPROC=2, PATH=f"{lab.folder}/tools{path}"),
-        "synthetic": submit(lab, "synthetic", *LINEAR, options=["--gpus-per-node=2"]),
-    }
+class Row(NamedTuple):
+    """A job, and what it shows."""
+
+    file: str
+    shown: str  # a regular expression
+    number: int = 1  # of lines that show it
+    options: str = ""
+    args: tuple = ()
+    variables: dict = {"SCRIPT": "probe.py", "OMP_PROC_BIND": "true"}
+    inside: str = ""  # where sbatch is typed
+    state: str = "COMPLETED"
+    cwd: str = "."
+    nodes: str = "c1,c2"
 
 
-@pytest.mark.parametrize("name, shown, checkpoint", [
-    ("cpu", "world size 4", "cpu-JOB.pt"),
-    ("mnist", "epoch 1/1", None),
-    ("cifar10", "world size 2", "mine/cifar10-JOB.pt"),
-    ("fashionmnist", "world size 2", "slurm/fashionmnist-JOB.pt"),
-    ("synthetic", "world size 2", None),
-])
-def test_job_completes(lab, undisturbed, name, shown, checkpoint):
-    job = undisturbed[name]
-    lab.wait(job, "COMPLETED")
-    output = lab.output(job)
-    assert shown in output, f"{name}.sbatch: not {shown}:\n{output}"
-    if checkpoint:
-        path = lab.folder / checkpoint.replace("JOB", str(job))
-        assert path.exists(), f"{name}.sbatch has not saved where it was submitted:\n{output}"
+def probe(cores, threads, gpus):
+    return f"^process: cores {cores} threads {threads} GPUs {gpus}$"
 
 
-def test_container_has_the_image_and_the_current_folder(lab, undisturbed):
-    lab.wait(undisturbed["cpu-container"], "COMPLETED")
-    options = re.findall("^--container.*", lab.output(undisturbed["cpu-container"]), re.MULTILINE)
-    assert options == [
-        f"--container-image={lab.folder}/my.sqsh",
-        f"--container-mounts={lab.folder}:{lab.folder}",
-        f"--container-workdir={lab.folder}",
-    ], f"srun got other options of a container: {options}"
-
-
-def test_log_of_gpus_is_written_and_ends_with_the_job(lab, undisturbed):
-    job = undisturbed["fashionmnist"]
-    lab.wait(job, "COMPLETED")
-    log = (lab.folder / f"slurm/fashionmnist-{job}-gpu.log").read_text()
-    assert log == "dmon -s pucm -d 5\n", f"the log of the GPUs' use has other content:\n{log}"
-    left = lab.node(lab.show(job, "NodeList")).exec("pgrep -f nvidia-smi; true")
-    assert not left, f"nvidia-smi still runs after the job: pid {left}"
-
-
-# --- processes, cores and GPUs: jobs that run the probe ---
-OUTER_GPU = "srun -c1 --gpus-per-node=2 --mem-per-cpu=500"
-# File, options, number of processes, what each has; and where sbatch is typed.
-PROBES = {
-    "nothing": ("cifar10", "", 1, "cores 1 threads 1 GPUs none", ""),
-    "cpu": ("cpu", "", 2, "cores 2 threads 1 GPUs none", ""),
-    "gres": ("cifar10", "--nodes=2 -c2 --gres=gpu:2", 4, "cores 2 threads 1 GPUs 0,1", ""),
-    "gres, srun": ("cifar10-srun", "--nodes=2 -c2 --gres=gpu:2", 4,
-                   "cores 1 threads 1 GPUs 0,1", ""),
-    "gpus": ("cifar10", "--nodes=2 --gpus=4", 4, "cores 1 threads 1 GPUs 0,1", ""),
-    "GPUs per task": ("cifar10-srun", "-c2 --gpus-per-task=2", 2, "cores 1 threads 1 GPUs 0,1", ""),
-    "tasks": ("cifar10", "--ntasks-per-node=2 -c1", 2, "cores 2 threads 1 GPUs none", ""),
-    "tasks, srun": ("cifar10-srun", "--ntasks-per-node=2 -c1 --gres=gpu:2", 2,
-                    "cores 1 threads 1 GPUs 0,1", ""),
-    "mnist": ("mnist", "-c2", 1, "cores 2 threads 2 GPUs none", ""),
-    "fashionmnist": ("fashionmnist", "-c2", 1, "cores 2 threads 1 GPUs none", ""),
-    "in srun": ("cpu", "-w c1", 2, "cores 2 threads 1 GPUs none", OUTER_GPU + " -w c1"),
-    "in salloc": ("cpu", "", 2, "cores 2 threads 1 GPUs none",
-                  "salloc --mem-per-cpu=500 --gpus-per-node=1 --cpus-per-gpu=1"),
-    "in salloc, srun": ("cifar10-srun", "-c2 --mem=700", 2, "cores 1 threads 1 GPUs none",
-                        "salloc --mem-per-cpu=500 --gpus-per-node=1 -n2"),
+TOOLS = ":/usr/local/bin:/usr/bin:/bin"
+FAILED = {"variables": {}, "state": "FAILED"}
+TRAINS = {"variables": {}}
+ROWS = {
+    # processes, cores and GPUs
+    "one core": Row("cifar10", "^One core and no GPU|" + probe(1, 1, "none"), 2),
+    "two cores": Row("cpu", "^One core and no GPU|" + probe(2, 1, "none"), 2),
+    "gres": Row("cifar10", probe(2, 1, "0,1"), 4, "--nodes=2 -c2 --gres=gpu:2"),
+    "gres, srun": Row("cifar10-srun", probe(1, 1, "0,1"), 4, "--nodes=2 -c2 --gres=gpu:2"),
+    "gpus": Row("cifar10", probe(1, 1, "0,1"), 4, "--nodes=2 --gpus=4"),
+    "GPUs per task": Row("cifar10-srun", probe(1, 1, "0,1"), 2, "-c2 --gpus-per-task=2"),
+    "tasks": Row("cifar10", probe(2, 1, "none"), 2, "--ntasks-per-node=2 -c1"),
+    "tasks, srun": Row("cifar10-srun", probe(1, 1, "0,1"), 2,
+                       "--ntasks-per-node=2 -c1 --gres=gpu:2"),
+    "uneven nodes": Row("cifar10", r"^process: cores . threads 1 GPUs 0,1$", 4,
+                        "--exclusive --nodes=2", nodes="c9,c10"),
+    "mnist, cores": Row("mnist", probe(2, 2, "none"), 1, "-c2"),
+    "fashionmnist, cores": Row("fashionmnist", probe(2, 1, "none"), 1, "-c2"),
+    "in srun": Row("cpu", probe(2, 1, "none"), 2, "-w c1",
+                   inside="srun -c1 --gpus-per-node=2 --mem-per-cpu=500 -w c1"),
+    "in salloc": Row("cpu", probe(2, 1, "none"), 2,
+                     inside="salloc --mem-per-cpu=500 --gpus-per-node=1 --cpus-per-gpu=1"),
+    "in salloc, srun": Row("cifar10-srun", probe(1, 1, "none"), 2, "-c2 --mem=700",
+                           inside="salloc --mem-per-cpu=500 --gpus-per-node=1 -n2"),
+    # each file, with what is particular to it
+    "cpu": Row("cpu", "^world size 4", 1, "--nodes=2 --export=NONE", LINEAR, **TRAINS),
+    "mnist": Row("mnist", "^epoch 1/1 .* test", 1, "--gpus-per-node=2", IMAGES, **TRAINS),
+    "cifar10": Row("./cifar10.sbatch", "^saved step 2 in .*/mine/cifar10-", 1,
+                   "--nodes=2 --gpus-per-node=1", IMAGES,
+                   {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, cwd="mine"),
+    "fashionmnist": Row("./fashionmnist.sbatch", "^saved step 2 in .*/slurm/fashionmnist-", 1, "",
+                        IMAGES, {"NPROC": 2, "PATH": "LAB/smi" + TOOLS}, cwd="slurm"),
+    "synthetic": Row("synthetic", "^world size 2", 1, "--gpus-per-node=2", LINEAR, **TRAINS),
+    "container": Row("cpu-container",
+                     r"^--container-(image=.*/shared disk/my.sqsh|mounts=(/.*/shared disk):\2"
+                     r"|workdir=/.*/shared disk)$", 3,
+                     variables={"IMAGE": "my.sqsh", "PATH": "LAB/pyxis" + TOOLS}),
+    # mistakes
+    "epochs": Row("cifar10-srun", "error: .*at least 1", 1, "", ("--epochs", 0), **FAILED),
+    "--checkpoint": Row("cpu", "^error: .*CHECKPOINT=", 1, "", ("--checkpoint", "my.pt"), **FAILED),
+    "behind the file": Row("cpu", "error: .*--cpus-per-task", 2, "", ("--cpus-per-task=2",),
+                           **FAILED),
+    "fashionmnist on two nodes": Row("fashionmnist", "^error: one node", 1, "--nodes=2", **FAILED),
 }
 
 
 @pytest.fixture(scope="module")
-def probes(lab):
-    """The ids of jobs that run the probe. A test waits for its own."""
-    jobs = {}
-    for name, (file, options, *_, inside) in PROBES.items():
-        jobs[name] = submit(lab, file, options=options.split(), SCRIPT="probe.py", inside=inside,
-                            OMP_PROC_BIND="true")
-    uneven = ["--exclusive", "--nodes=2"]
-    jobs["exclusive"] = submit(lab, "cifar10", options=uneven, nodes="c9,c10", SCRIPT="probe.py")
-    return jobs
+def jobs(lab):
+    """The ids of the jobs of ROWS. A test waits for its own."""
+    # nvidia-smi, and srun where there is no pyxis, show their options.
+    write_program(lab.folder / "smi/nvidia-smi", '[[ $# = 0 ]] || { echo "$*"; sleep 1234; }')
+    write_program(lab.folder / "pyxis/srun", 'printf "%s\\n" "$@"')
+    (lab.folder / "mine").mkdir()
+    shutil.copy(lab.folder / "cifar10_ddp/train.py", lab.folder / "mine/my.py")
+    shutil.copy(lab.folder / "slurm/cifar10.sbatch", lab.folder / "mine")
+    ids = {}
+    for name, row in ROWS.items():
+        variables = {variable: str(value).replace("LAB", str(lab.folder))
+                     for variable, value in row.variables.items()}
+        ids[name] = submit(lab, row.file, *row.args, options=row.options.split(), nodes=row.nodes,
+                           cwd=lab.folder / row.cwd, inside=row.inside, **variables)
+    return ids
 
 
-@pytest.mark.parametrize("name", PROBES)
-def test_processes_of_a_job(lab, probes, name):
-    lab.wait(probes[name], "COMPLETED")
-    output = lab.output(probes[name])
-    *_, number, expected, _ = PROBES[name]
-    found = re.findall("^process: (.*)", output, re.MULTILINE)
-    assert found == [expected] * number, f"{name}: not {number} times {expected!r}:\n{output}"
-    assert "srun:" not in output, f"{name}: srun warns:\n{output}"
+@pytest.mark.parametrize("name", ROWS)
+def test_job(lab, jobs, name):
+    row = ROWS[name]
+    lab.wait(jobs[name], row.state)
+    output = lab.output(jobs[name])
+    found = re.findall(row.shown, output, re.MULTILINE)
+    assert len(found) == row.number, (
+        f"{name}: {len(found)} lines for {row.number} show {row.shown!r}:\n{output}")
+    restarts = lab.restarts(jobs[name])
+    assert restarts == 0, f"{name}: the job was requeued {restarts} times"
+    if row.state == "COMPLETED":
+        assert "srun:" not in output, f"{name}: srun warns:\n{output}"
 
 
-def test_exclusive_nodes_give_all_their_gpus(lab, probes):
-    """One node has two cores, the other one: each process has one thread."""
-    lab.wait(probes["exclusive"], "COMPLETED")
-    output = lab.output(probes["exclusive"])
-    assert output.count("threads 1 GPUs 0,1\n") == 4, f"not 4 processes with 2 GPUs:\n{output}"
-
-
-@pytest.mark.parametrize("name, advice", [("nothing", True), ("cpu", False), ("gpus", False)])
-def test_only_a_job_with_one_core_and_no_gpu_says_how_to_request_more(lab, probes, name, advice):
-    lab.wait(probes[name], "COMPLETED")
-    output = lab.output(probes[name])
-    assert output.startswith("One core and no GPU.") == advice, f"{name}: advice:\n{output}"
+def test_log_of_gpus_is_written_and_ends_with_the_job(lab, jobs):
+    job = jobs["fashionmnist"]
+    lab.wait(job, "COMPLETED")
+    log = (lab.folder / f"slurm/fashionmnist-{job}-gpu.log").read_text()
+    assert log == "dmon -s pucm -d 5\n", f"the log of the GPUs' use has other content:\n{log}"
+    left = lab.node(lab.show(job, "NodeList")).exec("pgrep -x nvidia-smi; true")
+    assert not left, f"nvidia-smi still runs after the job: pid {left}"
 
 
 # --- environments: each has a torchrun that prints its name ---
@@ -589,10 +484,9 @@ TRAIN = ".venv/bin/python cpu_ddp/train.py --epochs 4 --samples 256"
 
 def in_terminal(lab, allocation, command):
     """Run a command as the shell of an allocation, in a terminal; return what is shown."""
-    shell = lab.folder / "shell"
-    write_program(shell, command)
-    return lab.sh(f"script --quiet --command {shlex.quote(allocation)} /dev/null", timeout=200,
-                  env={"SHELL": shell})
+    write_program(lab.folder / "shell", command)
+    allocation = shlex.quote(f"SHELL=./shell {allocation}")
+    return lab.sh(f"script --quiet --command {allocation} /dev/null", timeout=200)
 
 
 def test_srun_in_an_interactive_job_is_one_run(lab):
