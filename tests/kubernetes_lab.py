@@ -25,16 +25,8 @@ from pathlib import Path
 
 from scripts import ROOT
 
-DEBIAN_PACKAGES = {
-    "buildah": "buildah",
-    "podman": "podman",
-    "runc": "runc",
-    "debootstrap": "debootstrap",
-    "ip": "iproute2",
-    "envsubst": "gettext-base",
-    "yq": "yq",
-    "etcd": "etcd-server",
-}
+TOOLS = ["buildah", "podman", "runc", "debootstrap", "ip", "envsubst", "yq", "etcd"]
+PACKAGES = "buildah podman runc debootstrap iproute2 gettext-base yq etcd-server"
 DEBIAN_OF_PYTHON = {(3, 11): "bookworm", (3, 13): "trixie"}  # base and tests need the same Python
 SITE_PACKAGES = next(path for path in sys.path if (Path(path) / "torch").is_dir())
 BORROWED = f"{SITE_PACKAGES}:/opt/borrowed:ro"
@@ -58,9 +50,8 @@ def missing():
     """Return what this machine lacks, or an empty string."""
     if os.geteuid() != 0 or sys.version_info[:2] not in DEBIAN_OF_PYTHON:
         return "requires root and the Python of Debian (3.11 or 3.13)"
-    packages = [DEBIAN_PACKAGES[tool] for tool in DEBIAN_PACKAGES if not shutil.which(tool)]
-    if packages:
-        return f"requires apt-get install {' '.join(packages)}"
+    if not all(map(shutil.which, TOOLS)):
+        return f"requires apt-get install {PACKAGES}"
     return ""
 
 
@@ -130,40 +121,39 @@ def parse(yaml):
 def pods_of(document):
     """Return a list of the pods that Kubernetes or an operator makes of a document.
 
-    Each is a tuple: its name, its spec, its variables, how many failures a Job replaces.
+    Each is a tuple: its name, its spec, its variables, how many of its failures a Job accepts.
     """
-    kind, name, spec = (document[key] for key in ("kind", "metadata", "spec"))
-    name = name["name"]
-    if kind == "Job":
-        pod = spec["template"]["spec"]
-        assert spec["completions"] == spec["parallelism"], "all pods are to run at once"
-        assert spec["maxFailedIndexes"] == 0, "a pod that failed for good is to end the job"
-        limit = spec["backoffLimitPerIndex"]
-        return [(f"{name}-{index}", pod, {"JOB_COMPLETION_INDEX": index}, limit)
-                for index in range(spec["completions"])]
+    kind = document["kind"]
+    name = document["metadata"]["name"]
+    spec = document["spec"]
+    if kind == "Service":
+        return []
     if kind == "Deployment":  # its pod gets the name of its Service, which is the same
         return [(name, spec["template"]["spec"], {}, None)]
     if kind == "PyTorchJob":
         return pods_of_pytorchjob(name, spec)
     if kind == "TrainJob":
         return pods_of_trainjob(name, spec)
-    assert kind == "Service", f"the lab does not know the kind {kind}"
-    return []
+    assert kind == "Job", f"the lab does not know the kind {kind}"
+    assert spec["completions"] == spec["parallelism"], "all pods are to run at once"
+    assert spec["maxFailedIndexes"] == 0, "a pod that fails for good is to end the job"
+    return [(f"{name}-{index}", spec["template"]["spec"], {"JOB_COMPLETION_INDEX": index},
+             spec["backoffLimitPerIndex"]) for index in range(spec["completions"])]
 
 
 def pods_of_pytorchjob(name, spec):
     """Return what the Training Operator 1.8 and 1.9 makes of an elastic PyTorchJob."""
     elastic = spec["elasticPolicy"]
     worker = spec["pytorchReplicaSpecs"]["Worker"]
-    pod = {**worker["template"]["spec"], "restartPolicy": worker["restartPolicy"]}
+    pod = worker["template"]["spec"]
     assert pod["containers"][0]["name"] == "pytorch", "the operator finds it by this name"
-    settings = [f'{setting["key"]}={setting["value"]}' for setting in elastic["rdzvConf"]]
+    (setting,) = elastic["rdzvConf"]
     host = elastic.get("rdzvHost", f"{name}-worker-0")
     variables = {
         "PET_RDZV_BACKEND": elastic["rdzvBackend"],
         "PET_RDZV_ENDPOINT": f'{host}:{elastic.get("rdzvPort", 23456)}',
         "PET_RDZV_ID": elastic.get("rdzvId", "none"),
-        "PET_RDZV_CONF": ",".join(settings),
+        "PET_RDZV_CONF": f'{setting["key"]}={setting["value"]}',
         "PET_NNODES": f'{elastic["minReplicas"]}:{elastic["maxReplicas"]}',
         "PET_NPROC_PER_NODE": spec["nprocPerNode"],
         "PET_MAX_RESTARTS": elastic["maxRestarts"],
@@ -174,15 +164,12 @@ def pods_of_pytorchjob(name, spec):
 def pods_of_trainjob(name, spec):
     """Return what Kubeflow Trainer 2.3 makes of a TrainJob on its runtime torch-distributed."""
     trainer = spec["trainer"]
-    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
-    (job,) = patch["replicatedJobs"]
-    pod = job["template"]["spec"]["template"]["spec"]
+    (patch,) = spec["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = {**job["template"]["spec"]["template"]["spec"], "subdomain": name}
     (container,) = pod["containers"]
     assert job["name"] == container["name"] == "node", "Trainer finds them by this name"
-    merged = {name: trainer[name] for name in ("image", "command", "args", "env")}
-    merged["resources"] = trainer["resourcesPerNode"]
-    pod = {**pod, "restartPolicy": "OnFailure", "subdomain": name,
-           "containers": [{**container, **merged}]}
+    container.update(trainer, resources=trainer["resourcesPerNode"])
     variables = {
         "PET_NNODES": trainer["numNodes"],
         "PET_NPROC_PER_NODE": trainer["numProcPerNode"],
@@ -212,6 +199,7 @@ class Pod:
         self.replacement = None  # when a new pod is due
         self.log = cluster.folder / f"{name}.log"
         self.dns = f'{name}.{spec["subdomain"]}' if "subdomain" in spec else name
+        cluster.pods.append(self)
         self.start()
 
     def start(self):
@@ -244,7 +232,12 @@ class Pod:
             options.append(f"--env={name}={value}")
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
         for mount in container["volumeMounts"]:
-            source = self.cluster.source(volumes[mount["name"]])
+            volume = volumes[mount["name"]]
+            source = "type=tmpfs,tmpfs-mode=1777"  # emptyDir
+            if "configMap" in volume:
+                source = f"type=bind,readonly,source={ROOT / 'cpu_ddp'}"
+            if "persistentVolumeClaim" in volume:
+                source = f"type=bind,source={self.cluster.claim}"
             options += ["--mount", f'{source},destination={mount["mountPath"]}']
         image = self.cluster.images[container["image"]]
         return podman_run(*options, *image, *container.get("args", []))
@@ -255,19 +248,15 @@ class Pod:
         children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
 
-    def lose(self):
-        """Kill all processes of the pod, as if its node was lost."""
-        self.stop("KILL")
-
-    def stop(self, signal="TERM"):
-        """Delete the pod."""
+    def stop(self, signal):
+        """Delete the pod with SIGTERM, or lose it with SIGKILL."""
         sh("podman", "kill", "--signal", signal, self.container)
         status = self.process.wait(timeout=self.spec.get("terminationGracePeriodSeconds", 30))
         assert status != 0, f"{self.name} had completed before:\n{self.cluster.logs()}"
         self.cluster.disconnect(self)
 
     def tend(self):
-        """Do what Kubernetes does about a failure. Lost pods of operators stay lost."""
+        """Do what Kubernetes does about a failure. A stopped pod of an operator stays away."""
         if self.process.poll() in (None, 0):
             return
         if self.limit is None:
@@ -302,10 +291,7 @@ class Cluster:
         self.bridge = self.add_namespace()
         sh("ip", "-n", self.bridge, "link", "add", "br0", "up", "type", "bridge")
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         for pod in self.pods:
             remove = ["podman", "rm", "-f", "-t", "0", "--ignore", pod.container]
             while pod.process.poll() is None:  # its container may not be there yet
@@ -341,22 +327,9 @@ class Cluster:
             self.hosts.write_text(hosts.replace(f"{pod.address} ", "# "))
             pod.address = None
 
-    def source(self, volume):
-        """Return a volume of a pod in podman's words."""
-        if "emptyDir" in volume:
-            return "type=tmpfs,tmpfs-mode=1777"
-        if "configMap" in volume:
-            return f'type=bind,source={self.folder / volume["configMap"]["name"]},readonly'
-        return f"type=bind,source={self.claim}"
-
     def apply(self, documents):
         """Start all pods of the documents and return them."""
-        pods = []
-        for document in documents:
-            for template in pods_of(document):
-                pods.append(Pod(self, *template))
-                self.pods.append(pods[-1])
-        return pods
+        return [Pod(self, *pod) for document in documents for pod in pods_of(document)]
 
     def wait_until(self, condition, timeout=240):
         """Tend the pods until condition() is true."""
