@@ -63,8 +63,8 @@ def images():
     image = f"localhost/ddp-tests:{os.getpid()}"
     command = ["buildah", "bud", "--isolation", "chroot", "--network", "host",
                "--volume", BORROWED, "--volume", "/etc/ssl/certs:/etc/ssl/certs:ro",
-               "--build-arg", f"BASE_IMAGE={base}",
-               "--build-arg", "EXTRA_PACKAGES=python-etcd==0.4.5", "--file", DOCKERFILE, "--tag", image]
+               "--build-arg", f"BASE_IMAGE={base}", "--file", DOCKERFILE, "--tag", image,
+               "--build-arg", "EXTRA_PACKAGES=python-etcd==0.4.5"]
     settings = sh(sys.executable, "-m", "pip", "config", "list")
     for url in re.findall(r"\.index-url='(.*)'", settings):  # this machine's mirror, if any
         command += ["--build-arg", f"PIP_INDEX_URL={url}"]

@@ -13,7 +13,8 @@ from scripts import ROOT
 pytestmark = pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 
 FOLDER = ROOT / "containers/kubernetes"
-MANIFESTS = sorted(path.name for path in FOLDER.glob("*.yaml*"))
+TEMPLATES = sorted(path.name for path in FOLDER.glob("*.yaml-template"))
+MANIFESTS = ["job.yaml", "etcd.yaml", *TEMPLATES]
 REQUIRED = {"IMAGE_URI": lab.OUR_IMAGE, "CLAIM_NAME": "fsx-claim"}
 
 
@@ -68,7 +69,7 @@ def test_a_pod_has_a_process_per_gpu_or_cpu_which_share_its_cpus(variables, proc
 
 @pytest.mark.parametrize("script, saves", [
     ("cifar10_ddp", True), ("mnist_dp", False), ("synthetic_ddp", False)])
-@pytest.mark.parametrize("manifest", [name for name in MANIFESTS if name.endswith("-template")])
+@pytest.mark.parametrize("manifest", TEMPLATES)
 def test_a_template_runs_the_script_with_its_checkpoint_and_flags(manifest, script, saves):
     text = json.dumps(documents_of(manifest, SCRIPT=script, ARGS="--seed=1"))
     command = f"/workspace/{script}/train.py --checkpoint=/fsx/cifar10-ddp.pt --seed=1"
