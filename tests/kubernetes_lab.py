@@ -199,6 +199,7 @@ class Pod:
         self.replacement = None  # when a new pod is due
         self.log = cluster.folder / f"{name}.log"
         self.dns = f'{name}.{spec["subdomain"]}' if "subdomain" in spec else name
+        os.chown(cluster.claim, 0, spec["securityContext"].get("fsGroup", 0))
         cluster.pods.append(self)
         self.start()
 
@@ -284,8 +285,7 @@ class Cluster:
         self.namespaces = []
         self.claim = folder / "claim"  # the volume
         self.claim.mkdir()
-        os.chown(self.claim, 0, 1001)  # as fsGroup does
-        self.claim.chmod(0o2775)
+        self.claim.chmod(0o2775)  # for the members of fsGroup
         self.hosts = folder / "hosts"
         self.hosts.write_text("127.0.0.1 localhost\n")
         self.bridge = self.add_namespace()
