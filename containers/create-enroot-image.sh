@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT-0
 # Import a container image as an Enroot image, for slurm/cpu-container.sbatch.
 #
 # usage: bash create-enroot-image.sh [IMAGE [OUTPUT]]
@@ -12,7 +13,7 @@
 # ENROOT_TEMP_PATH (default: /tmp) and ENROOT_CACHE_PATH.
 set -euo pipefail
 
-image=${1:-docker://pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime}
+image=${1:-docker://pytorch/pytorch:2.14.1-cuda13.0-cudnn9-runtime}
 output=${2:-pytorch.sqsh}
 
 # For podman://, enroot removes its container with `docker rm`, which fails without docker.

@@ -1,8 +1,9 @@
 """Runs Kubernetes manifests without a cluster: each pod is a container in a network namespace.
 
 podman and ip take the part of Kubernetes and of Kubeflow's operators. Pods have addresses and
-names, and start with the manifest's user, command, limits and volumes and with the operator's
-variables. They restart if they fail, until the job's backoffLimit.
+names, and start with the manifest's user, command, limits and volumes and with the variables of
+Kubernetes or the operator. A failed pod of a Job is replaced until its limit, sooner than by
+Kubernetes: after 2 s, 4 s, 8 s. The containers of operators' pods restart at once, without limit.
 
 The image is built from containers/Dockerfile on a Debian base, which borrows torch from the
 environment of the tests. The official images of PyTorch and etcd are too large to download: the
@@ -12,30 +13,20 @@ same base, with Debian's etcd, takes their place.
 import atexit
 import functools
 import json
-import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
-from checkpoints import load_checkpoint
 from scripts import ROOT
 
-DEBIAN_PACKAGES = {
-    "buildah": "buildah",
-    "podman": "podman",
-    "runc": "runc",
-    "debootstrap": "debootstrap",
-    "ip": "iproute2",
-    "envsubst": "gettext-base",
-    "yq": "yq",
-    "etcd": "etcd-server",
-}
+TOOLS = ["buildah", "podman", "runc", "debootstrap", "ip", "envsubst", "yq", "etcd"]
+PACKAGES = "buildah podman runc debootstrap iproute2 gettext-base yq etcd-server"
 DEBIAN_OF_PYTHON = {(3, 11): "bookworm", (3, 13): "trixie"}  # base and tests need the same Python
 SITE_PACKAGES = next(path for path in sys.path if (Path(path) / "torch").is_dir())
 BORROWED = f"{SITE_PACKAGES}:/opt/borrowed:ro"
@@ -43,6 +34,7 @@ DOCKERFILE = ROOT / "containers/Dockerfile"
 OFFICIAL_IMAGE = re.search(r"ARG BASE_IMAGE=(\S+)", DOCKERFILE.read_text())[1]
 OUR_IMAGE = "ddp:1"  # IMAGE_URI of the tests
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.5.16"
+BACKOFF = 2  # seconds until the first replacement of a Job's pod: 10 in Kubernetes
 
 
 def sh(*command, timeout=60, **options):
@@ -58,9 +50,8 @@ def missing():
     """Return what this machine lacks, or an empty string."""
     if os.geteuid() != 0 or sys.version_info[:2] not in DEBIAN_OF_PYTHON:
         return "requires root and the Python of Debian (3.11 or 3.13)"
-    packages = [DEBIAN_PACKAGES[tool] for tool in DEBIAN_PACKAGES if not shutil.which(tool)]
-    if packages:
-        return f"requires apt-get install {' '.join(packages)}"
+    if not all(map(shutil.which, TOOLS)):
+        return f"requires apt-get install {PACKAGES}"
     return ""
 
 
@@ -72,7 +63,8 @@ def images():
     image = f"localhost/ddp-tests:{os.getpid()}"
     command = ["buildah", "bud", "--isolation", "chroot", "--network", "host",
                "--volume", BORROWED, "--volume", "/etc/ssl/certs:/etc/ssl/certs:ro",
-               "--build-arg", f"BASE_IMAGE={base}", "--file", DOCKERFILE, "--tag", image]
+               "--build-arg", f"BASE_IMAGE={base}", "--file", DOCKERFILE, "--tag", image,
+               "--build-arg", "EXTRA_PACKAGES=python-etcd==0.4.5"]
     settings = sh(sys.executable, "-m", "pip", "config", "list")
     for url in re.findall(r"\.index-url='(.*)'", settings):  # this machine's mirror, if any
         command += ["--build-arg", f"PIP_INDEX_URL={url}"]
@@ -115,12 +107,10 @@ def podman_run(*options):
 # --- manifests ---
 def render(template, **variables):
     """Run containers/kubernetes/render.sh and return the finished process."""
-    environment = {"PATH": os.environ["PATH"]}
-    for name, value in variables.items():
-        environment[name] = str(value)
-    script = ROOT / "containers/kubernetes/render.sh"
-    command = ["bash", script, ROOT / "containers/kubernetes" / template]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    folder = ROOT / "containers/kubernetes"
+    environment = {name: str(value) for name, value in variables.items()}
+    return subprocess.run(["bash", folder / "render.sh", folder / template], capture_output=True,
+                          text=True, env={"PATH": os.environ["PATH"], **environment})
 
 
 def parse(yaml):
@@ -128,140 +118,108 @@ def parse(yaml):
     return json.loads(sh("yq", "--slurp", ".", input=yaml))
 
 
-class PodTemplate(NamedTuple):
-    name: str
-    spec: dict
-    backoff_limit: float  # restarts of all pods of the job together
+def pods_of(document):
+    """Return a list of the pods that Kubernetes or an operator makes of a document.
 
-
-def pods_of(documents):
-    """Return the pods that Kubernetes and the operators make of the documents."""
-    pods = []
-    for document in documents:
-        kind = document["kind"]
-        name = document["metadata"]["name"]
-        spec = document["spec"]
-        if kind == "Pod":
-            pods.append(PodTemplate(name, spec, math.inf))
-        elif kind == "Deployment":  # its pod gets the name of its Service, which is the same
-            pods.append(PodTemplate(name, spec["template"]["spec"], math.inf))
-        elif kind == "PyTorchJob":
-            pods += pods_of_pytorchjob(name, spec)
-        elif kind == "TrainJob":
-            pods += pods_of_trainjob(name, spec)
-        else:
-            assert kind == "Service", f"the lab does not know the kind {kind}"
-    return pods
-
-
-def with_env(container, **variables):
-    """Return the container with more environment variables."""
-    added = [{"name": name, "value": str(value)} for name, value in variables.items()]
-    return {**container, "env": container.get("env", []) + added}
+    Each is a tuple: its name, its spec, its variables, how many of its failures a Job accepts.
+    """
+    kind = document["kind"]
+    name = document["metadata"]["name"]
+    spec = document["spec"]
+    if kind == "Service":
+        return []
+    if kind == "Deployment":  # its pod gets the name of its Service, which is the same
+        return [(name, spec["template"]["spec"], {}, None)]
+    if kind == "PyTorchJob":
+        return pods_of_pytorchjob(name, spec)
+    if kind == "TrainJob":
+        return pods_of_trainjob(name, spec)
+    assert kind == "Job", f"the lab does not know the kind {kind}"
+    assert spec["completions"] == spec["parallelism"], "all pods are to run at once"
+    assert spec["maxFailedIndexes"] == 0, "a pod that fails for good is to end the job"
+    return [(f"{name}-{index}", spec["template"]["spec"], {"JOB_COMPLETION_INDEX": index},
+             spec["backoffLimitPerIndex"]) for index in range(spec["completions"])]
 
 
 def pods_of_pytorchjob(name, spec):
     """Return what the Training Operator 1.8 and 1.9 makes of an elastic PyTorchJob."""
     elastic = spec["elasticPolicy"]
     worker = spec["pytorchReplicaSpecs"]["Worker"]
-    (container,) = worker["template"]["spec"]["containers"]
-    assert container["name"] == "pytorch", "the operator finds the container by this name"
+    pod = worker["template"]["spec"]
+    assert pod["containers"][0]["name"] == "pytorch", "the operator finds it by this name"
+    (setting,) = elastic["rdzvConf"]
     host = elastic.get("rdzvHost", f"{name}-worker-0")
-    port = elastic.get("rdzvPort", 23456)
     variables = {
-        "PYTHONUNBUFFERED": 1,
         "PET_RDZV_BACKEND": elastic["rdzvBackend"],
-        "PET_RDZV_ENDPOINT": f"{host}:{port}",
+        "PET_RDZV_ENDPOINT": f'{host}:{elastic.get("rdzvPort", 23456)}',
+        "PET_RDZV_ID": elastic.get("rdzvId", "none"),
+        "PET_RDZV_CONF": f'{setting["key"]}={setting["value"]}',
         "PET_NNODES": f'{elastic["minReplicas"]}:{elastic["maxReplicas"]}',
         "PET_NPROC_PER_NODE": spec["nprocPerNode"],
         "PET_MAX_RESTARTS": elastic["maxRestarts"],
     }
-    if "rdzvId" in elastic:
-        variables["PET_RDZV_ID"] = elastic["rdzvId"]
-    if "rdzvConf" in elastic:
-        settings = [f'{setting["key"]}={setting["value"]}' for setting in elastic["rdzvConf"]]
-        variables["PET_RDZV_CONF"] = ",".join(settings)
-    pod = {
-        **worker["template"]["spec"],
-        "restartPolicy": worker["restartPolicy"],
-        "containers": [with_env(container, **variables)],
-    }
-    limit = spec["runPolicy"]["backoffLimit"]
-    names = [f"{name}-worker-{index}" for index in range(worker["replicas"])]
-    return [PodTemplate(pod_name, pod, limit) for pod_name in names]
+    return [(f"{name}-worker-{index}", pod, variables, None) for index in range(worker["replicas"])]
 
 
 def pods_of_trainjob(name, spec):
     """Return what Kubeflow Trainer 2.3 makes of a TrainJob on its runtime torch-distributed."""
     trainer = spec["trainer"]
-    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
-    (job,) = patch["replicatedJobs"]
-    patched_pod = job["template"]["spec"]["template"]["spec"]
-    (patched_container,) = patched_pod["containers"]
-    assert job["name"] == patched_container["name"] == "node", "Trainer finds them by this name"
-    container = {
-        **patched_container,
-        "resources": trainer["resourcesPerNode"],
-        "image": trainer["image"],
-        "command": trainer["command"],
-        "args": trainer["args"],
-        "env": trainer["env"],
+    (patch,) = spec["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = {**job["template"]["spec"]["template"]["spec"], "subdomain": name}
+    (container,) = pod["containers"]
+    assert job["name"] == container["name"] == "node", "Trainer finds them by this name"
+    container.update(trainer, resources=trainer["resourcesPerNode"])
+    variables = {
+        "PET_NNODES": trainer["numNodes"],
+        "PET_NPROC_PER_NODE": trainer["numProcPerNode"],
+        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "PET_MASTER_PORT": 29500,
     }
-    pods = []
-    for rank in range(trainer["numNodes"]):
-        node = with_env(
-            container,
-            PET_NNODES=trainer["numNodes"],
-            PET_NPROC_PER_NODE=trainer["numProcPerNode"],
-            PET_NODE_RANK=rank,
-            PET_MASTER_ADDR=f"{name}-node-0-0.{name}",
-            PET_MASTER_PORT=29500,
-        )
-        pod = {
-            **patched_pod,
-            "restartPolicy": "OnFailure",
-            "subdomain": name,
-            "containers": [node],
-        }
-        pods.append(PodTemplate(f"{name}-node-0-{rank}", pod, 6))  # the default limit of a Job
-    return pods
+    return [(f"{name}-node-0-{rank}", pod, {**variables, "PET_NODE_RANK": rank}, None)
+            for rank in range(trainer["numNodes"])]
 
 
 # --- cluster ---
 class JobFailed(Exception):
-    """The pods of a job have restarted, or were lost, more often than its backoffLimit allows."""
+    """A pod has failed more often than its Job's backoffLimitPerIndex allows."""
 
 
 class Pod:
-    """A container in a network namespace, started again if it fails, as by the kubelet."""
+    """A container in a network namespace. start() makes a new one, as on another node."""
 
-    def __init__(self, cluster, template):
+    def __init__(self, cluster, name, spec, variables, limit):
         self.cluster = cluster
-        self.name = template.name
-        self.spec = template.spec
-        self.backoff_limit = template.backoff_limit
-        self.starts = 0  # of its containers
-        self.restarts = 0  # as Kubernetes counts them
-        self.losses = 0
-        self.log = cluster.folder / f"{self.name}.log"
+        self.name = name
+        self.spec = spec
+        self.variables = variables
+        self.limit = limit
+        self.failures = 0  # each has a new pod, for pods of a Job
+        self.restarts = 0  # of containers, for other pods
+        self.replacement = None  # when a new pod is due
+        self.log = cluster.folder / f"{name}.log"
+        self.dns = f'{name}.{spec["subdomain"]}' if "subdomain" in spec else name
+        os.chown(cluster.claim, 0, spec["securityContext"].get("fsGroup", 0))
         cluster.pods.append(self)
-        cluster.connect(self)
-        cluster.share_claim(self.spec["securityContext"].get("fsGroup"))
         self.start()
 
     def start(self):
-        self.starts += 1
-        self.container = f"{self.cluster.name}-{self.name}-{self.starts}"
+        self.namespace, self.address = self.cluster.connect(self.dns)
+        self.run()
+
+    def run(self):
+        """Start its container."""
+        self.container = f"{self.namespace}-{self.restarts}"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
 
     def command(self):
-        """Return the podman command of the pod's container."""
+        """Return the podman command of the container."""
         (container,) = self.spec["containers"]
         security = self.spec["securityContext"]
         limits = container["resources"]["limits"]
         options = [
-            "--rm", "--name", self.container, "--hostname", self.name,
+            "--rm", "--name", self.container, "--hostname", self.dns,
             "--entrypoint", json.dumps(container["command"]),
             "--network", f"ns:/run/netns/{self.namespace}",
             "--no-hosts", "--volume", f"{self.cluster.hosts}:/etc/hosts:ro",
@@ -270,52 +228,51 @@ class Pod:
             "--cpus", limits["cpu"],
             "--memory", limits["memory"].removesuffix("i"),
         ]
-        if not Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            # No cgroups v2: a file shows the container the quota that they would show.
-            cgroup = self.cluster.folder / "cgroup"
-            cgroup.mkdir(exist_ok=True)
-            (cgroup / "cpu.max").write_text(f'{limits["cpu"]}00000 100000\n')
-            options += ["--volume", f"{cgroup}:/sys/fs/cgroup:ro"]
-        for variable in container.get("env", []):
-            options.append(f'--env={variable["name"]}={variable["value"]}')
+        variables = {item["name"]: item["value"] for item in container.get("env", [])}
+        for name, value in {**variables, **self.variables}.items():
+            options.append(f"--env={name}={value}")
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
         for mount in container["volumeMounts"]:
-            source = self.cluster.source(volumes[mount["name"]])
+            volume = volumes[mount["name"]]
+            source = "type=tmpfs,tmpfs-mode=1777"  # emptyDir
+            if "configMap" in volume:
+                source = f"type=bind,readonly,source={ROOT / 'cpu_ddp'}"
+            if "persistentVolumeClaim" in volume:
+                source = f"type=bind,source={self.cluster.claim}"
             options += ["--mount", f'{source},destination={mount["mountPath"]}']
         image = self.cluster.images[container["image"]]
         return podman_run(*options, *image, *container.get("args", []))
 
-    def lose(self, signal="KILL"):
-        """Kill all processes of the pod, as if its node was lost, or stop it with SIGTERM."""
+    def kill_worker(self):
+        """Kill a training process, a child of torchrun."""
+        number = sh("podman", "inspect", "--format", "{{.State.Pid}}", self.container).strip()
+        children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+
+    def stop(self, signal):
+        """Delete the pod with SIGTERM, or lose it with SIGKILL."""
         sh("podman", "kill", "--signal", signal, self.container)
-        seconds = self.spec.get("terminationGracePeriodSeconds", 30)
-        status = self.process.wait(timeout=seconds)
-        assert status != 0, f"{self.name} has completed, it was not lost:\n{self.cluster.logs()}"
-        hosts = self.cluster.hosts.read_text()
-        self.cluster.hosts.write_text(hosts.replace(f"{self.address} ", "# "))
+        status = self.process.wait(timeout=self.spec.get("terminationGracePeriodSeconds", 30))
+        assert status != 0, f"{self.name} had completed before:\n{self.cluster.logs()}"
+        self.cluster.disconnect(self)
 
-    def come_back(self):
-        """Start the lost pod on another node, with another address and 0 restarts."""
-        self.restarts = 0
-        self.losses += 1
-        if "subdomain" in self.spec:  # a Job replaces its lost pods after 10 s, 20 s, ...
-            end = time.monotonic() + 5 * 2 ** self.losses
-            others = [pod for pod in self.cluster.pods if pod is not self]
-            self.cluster.wait_until(lambda: time.monotonic() > end, others)
-        self.cluster.connect(self)
-        self.start()
-
-    def completed(self):
-        """Return whether the pod has completed. A failed container is started again."""
-        status = self.process.poll()
-        if status is None:
-            return False
-        if status == 0:
-            return True
-        assert self.spec["restartPolicy"] == "OnFailure", f"{self.name} failed for good"
-        self.restarts += 1
-        self.start()
-        return False
+    def tend(self):
+        """Do what Kubernetes does about a failure. A stopped pod of an operator stays away."""
+        if self.process.poll() in (None, 0):
+            return
+        if self.limit is None:
+            if self.address:
+                self.restarts += 1
+                self.run()
+        elif self.replacement is None:
+            self.cluster.disconnect(self)
+            self.replacement = time.monotonic() + BACKOFF * 2 ** self.failures
+            self.failures += 1
+            if self.failures > self.limit:
+                raise JobFailed(f"{self.name} failed {self.failures} times")
+        elif time.monotonic() > self.replacement:
+            self.replacement = None
+            self.start()
 
 
 class Cluster:
@@ -324,21 +281,15 @@ class Cluster:
     def __init__(self, folder):
         self.folder = folder
         self.images = images()
-        self.name = f"k8s-{os.getpid()}"
         self.pods = []
         self.namespaces = []
         self.claim = folder / "claim"  # the volume
-        self.claim.mkdir(mode=0o755)
+        self.claim.mkdir()
+        self.claim.chmod(0o2775)  # for the members of fsGroup
         self.hosts = folder / "hosts"
         self.hosts.write_text("127.0.0.1 localhost\n")
         self.bridge = self.add_namespace()
         sh("ip", "-n", self.bridge, "link", "add", "br0", "up", "type", "bridge")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
     def close(self):
         for pod in self.pods:
@@ -349,83 +300,48 @@ class Cluster:
             sh("ip", "netns", "delete", namespace)
 
     def add_namespace(self):
-        name = f"{self.name}-{len(self.namespaces)}"
+        name = f"k8s-{os.getpid()}-{len(self.namespaces)}"
         self.namespaces.append(name)
         sh("ip", "netns", "add", name)
         sh("ip", "-n", name, "link", "set", "lo", "up")
         return name
 
-    def connect(self, pod):
-        """Give the pod a new namespace and address, and make its names known."""
+    def connect(self, name):
+        """Return a new namespace with an address that has a name, and its address."""
         number = len(self.namespaces)
-        veth = f"veth{number}"
-        pod.address = f"10.244.0.{number}"
-        pod.namespace = self.add_namespace()
-        sh("ip", "-n", pod.namespace, "link", "add", "eth0", "up",
-           "type", "veth", "peer", veth, "netns", self.bridge)
-        sh("ip", "-n", self.bridge, "link", "set", veth, "master", "br0", "up")
-        sh("ip", "-n", pod.namespace, "address", "add", f"{pod.address}/24", "dev", "eth0")
-        names = [pod.name]
-        if "subdomain" in pod.spec:
-            names.append(f'{pod.name}.{pod.spec["subdomain"]}')
+        address = f"10.244.0.{number}"
+        namespace = self.add_namespace()
+        sh("ip", "-n", namespace, "link", "add", "eth0", "up",
+           "type", "veth", "peer", f"veth{number}", "netns", self.bridge)
+        sh("ip", "-n", self.bridge, "link", "set", f"veth{number}", "master", "br0", "up")
+        sh("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
         with self.hosts.open("a") as hosts:
-            print(pod.address, *names, file=hosts)
+            print(address, name, file=hosts)
+        return namespace, address
 
-    def share_claim(self, group):
-        """Let the members of fsGroup write to the volume, as Kubernetes does."""
-        if group is not None:
-            os.chown(self.claim, 0, group)
-            self.claim.chmod(0o2775)
-
-    def source(self, volume):
-        """Return a volume of a pod in podman's words."""
-        if "emptyDir" in volume:
-            return "type=tmpfs,tmpfs-mode=1777"
-        if "configMap" in volume:
-            folder = self.folder / volume["configMap"]["name"]
-            return f"type=bind,source={folder},readonly"
-        return f"type=bind,source={self.claim}"
+    def disconnect(self, pod):
+        """Take the pod's address out of the network and of the names."""
+        if pod.address:
+            sh("ip", "-n", pod.namespace, "link", "delete", "eth0")
+            hosts = self.hosts.read_text()
+            self.hosts.write_text(hosts.replace(f"{pod.address} ", "# "))
+            pod.address = None
 
     def apply(self, documents):
         """Start all pods of the documents and return them."""
-        return [Pod(self, template) for template in pods_of(documents)]
+        return [Pod(self, *pod) for document in documents for pod in pods_of(document)]
 
-    def step(self, job):
-        """Return the step of the job's checkpoint, or 0."""
-        try:
-            return load_checkpoint(self.claim / f"{job}.pt")["step"]
-        except FileNotFoundError:
-            return 0
-
-    def wait_until(self, condition, pods, timeout=300):
-        """Restart failed pods until condition() is true. None may complete before."""
+    def wait_until(self, condition, timeout=240):
+        """Tend the pods until condition() is true."""
         end = time.monotonic() + timeout
         while not condition():
-            completed = self.check(pods)
-            assert not any(completed), f"a pod completed too early:\n{self.logs()}"
             assert time.monotonic() < end, f"not seen in {timeout} s:\n{self.logs()}"
+            for pod in self.pods:
+                pod.tend()
             time.sleep(0.2)
 
-    def wait_completed(self, pods, timeout=300):
-        """Restart failed pods until all have completed."""
-        names = [pod.name for pod in pods]
-        end = time.monotonic() + timeout
-        while not all(self.check(pods)):
-            message = f"{names} have not completed in {timeout} s"
-            assert time.monotonic() < end, f"{message}:\n{self.logs()}"
-            time.sleep(0.2)
-
-    def check(self, pods):
-        """Restart failed pods, as often as the job allows. Return which have completed."""
-        completed = [pod.completed() for pod in pods]
-        restarts = sum(pod.restarts for pod in pods)
-        losses = sum(pod.losses for pod in pods)
-        limit = pods[0].backoff_limit
-        if restarts >= limit or losses > limit:
-            names = [pod.name for pod in pods]
-            counts = f"{restarts} restarts and {losses} losses of {names}"
-            raise JobFailed(f"{counts}:\n{self.logs()}")
-        return completed
+    def wait_completed(self, pods):
+        self.wait_until(lambda: all(pod.process.poll() == 0 for pod in pods))
 
     def logs(self):
         """Return the end of the log of each pod."""
