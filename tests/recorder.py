@@ -70,13 +70,13 @@ class Recorder:
             plain = model.module if isinstance(model, DistributedDataParallel) else model
             plain = copy.deepcopy(plain)  # its BatchNorm counts this call, too
             with torch.random.fork_rng(devices=[]):
-                loss = sums(loss_function(plain, *batch))[0]
+                loss = first(loss_function(plain, *batch))
             gradient = flat(torch.autograd.grad(loss, list(plain.parameters())))
         result = loss_function(model, *batch)
         hook.remove()
         parts = self.parts if model.training else self.evaluations[-1]
         batch = [tensor.clone() for tensor in batch]
-        parts.append(Part(seed, batch, outputs[-1].detach(), gradient))
+        parts.append(Part(seed, batch, first(outputs[-1]).detach(), gradient))
         return result
 
     def call_evaluate(self, evaluate, *arguments):
@@ -95,9 +95,9 @@ class Recorder:
         return {name: getattr(self, name) for name in ("steps", "gradients", "evaluations")}
 
 
-def sums(result):
-    """Return what a loss function returns, as a tuple."""
-    return result if isinstance(result, tuple) else (result,)
+def first(result):
+    """Return the loss that a loss function returns, or the output of a model that returns more."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def flat(tensors):
