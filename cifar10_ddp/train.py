@@ -137,8 +137,10 @@ def load_pretrained(model, weights):
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
                if name in state and state[name].shape == tensor.shape}
-    model.load_state_dict({**state, **fitting})
-    log(f"pretrained, but for {', '.join(name for name in state if name not in fitting)}")
+    others = [name for name in state if name not in fitting]
+    state.update(fitting)
+    model.load_state_dict(state)
+    log(f"pretrained, but for {', '.join(others)}")
 
 
 def learning_rate(step, total_steps):
@@ -193,10 +195,10 @@ def loss_and_correct(model, images, labels):
 def train(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
-    checkpoint, weights, data = {}, {}, None
+    checkpoint, weights, sets = {}, {}, None
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
         prepare_data(args)
-        data = SeededData(args)
+        sets = SeededData(args).sets
         checkpoint = load_checkpoint(args.checkpoint)
         if args.pretrained and not checkpoint:
             weights = pretrained_weights(args)
@@ -204,12 +206,11 @@ def train(args):
     init_process_group(rank, world_size, device, args.timeout)
     args, checkpoint = broadcast((args, checkpoint))  # all ranks use those of rank 0
     if args.image_folder:
-        data = broadcast(data)  # its list of files: all ranks see the same
+        sets = broadcast(sets)  # their lists of files: all ranks see the same
     elif local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
-    if data is None:
-        data = SeededData(args)
+    data = SeededData(args, sets)
     images, test_images = data.count(True), data.count(False)
 
     # A run is defined by its global batch, that of its first start, on any number of processes
@@ -328,23 +329,23 @@ class ImageFiles:
     """Pairs (image, label) of the images in FOLDER/CLASS/ and below. Hidden files are left out."""
 
     def __init__(self, folder):
-        self.classes = visible(entry.name for entry in os.scandir(folder) if entry.is_dir())
-        self.samples = []  # pairs (path, label)
-        unused = 0
+        _, folders, files = next(os.walk(folder, onerror=refuse))
+        self.classes, self.samples, unused = visible(folders), [], visible(files)
         for label, name in enumerate(self.classes):
-            before = len(self.samples)
+            paths = []
             root = os.path.join(folder, name)
-            for parent, folders, files in os.walk(root, onerror=raise_error, followlinks=True):
+            for parent, folders, files in os.walk(root, onerror=refuse, followlinks=True):
                 folders[:] = visible(folders)
-                images = [file for file in visible(files) if file.lower().endswith(IMG_EXTENSIONS)]
-                self.samples += [(os.path.join(parent, file), label) for file in images]
-                unused += len(visible(files)) - len(images)
-            if len(self.samples) == before:
-                raise OSError(f"no images in {root}: {' '.join(IMG_EXTENSIONS)}")
+                paths += [os.path.join(parent, file) for file in visible(files)]
+            images = [path for path in paths if path.lower().endswith(IMG_EXTENSIONS)]
+            self.samples += [(path, label) for path in images]
+            unused += set(paths).difference(images)
+            if not images:
+                refuse(f"no images in {root} ({' '.join(IMG_EXTENSIONS)})")
         if len(self.classes) < 2:
-            raise OSError(f"{folder} has the classes {self.classes}, and two are required")
+            refuse(f"{folder} has {len(self.classes)} classes: {' '.join(self.classes)}")
         if unused:
-            log(f"{folder}: {unused} files are not used: no images by their names")
+            log(f"{folder}: {len(unused)} files are not used, no images by their names: {unused[0]}")
 
     def __getitem__(self, index):
         path, label = self.samples[index]
@@ -358,19 +359,21 @@ def visible(names):
     return sorted(name for name in names if not name.startswith("."))
 
 
-def raise_error(error):
-    raise error  # os.walk() would leave out the folder
+def refuse(problem):
+    sys.exit(f"error: --image-folder requires DIR/train/CLASS/*, DIR/val/CLASS/*: {problem}")
 
 
 def read_image(path):
     """Return the image at path as a PIL image in RGB, upright as a viewer shows it."""
     try:
         with Image.open(path) as image:
-            if image.mode in ("I", "F"):
-                raise ValueError(f"its mode {image.mode} has no fixed range: convert it to 8 bits")
-            if image.mode.startswith("I;16"):  # to 8 bits; convert() alone makes it white
+            formats = ("PNG", "PPM") if image.mode == "I" else ()  # of 16 bits, by Pillow's version
+            if image.mode in ("I", "F") and image.format not in formats or "I;12" in str(image.tile):
+                raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
+            ImageOps.exif_transpose(image, in_place=True)
+            if image.mode.startswith("I"):  # to 8 bits; convert() alone makes it white
                 image = image.convert("I").point(lambda level: level / 257).convert("L")
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
         raise RuntimeError(f"cannot read the image {path}: {error}") from error
 
@@ -381,18 +384,15 @@ class SeededData(Dataset):
     A resumed run repeats them, and they do not depend on the number of processes.
     """
 
-    def __init__(self, args):
-        try:
-            self.sets = {train_set: load_data(args, train_set) for train_set in (True, False)}
-        except OSError as error:
-            sys.exit(f"error: --image-folder requires DIR/train/CLASS/*, DIR/val/CLASS/* ({error})")
+    def __init__(self, args, sets=None):
+        self.sets = sets or {train_set: load_data(args, train_set) for train_set in (True, False)}
         self.transforms = {train_set: transforms(args, train_set) for train_set in (True, False)}
         self.classes, test_classes = (getattr(self.sets[train_set], "classes", list("0123456789"))
                                       for train_set in (True, False))
         if self.classes != test_classes:
             different = sorted(set(self.classes) ^ set(test_classes))
-            sys.exit(f"error: --image-folder {args.image_folder}: train and val have different "
-                     f"classes: {', '.join(different[:10])}{' ...' if different[10:] else ''}")
+            refuse(f"train and val have different classes: {', '.join(different[:10])}"
+                   f"{' ...' if different[10:] else ''}")
 
     def __getitem__(self, key):
         _, _, train_set, index = key
