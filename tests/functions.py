@@ -14,8 +14,8 @@ from scripts import script_path
 
 def load_script(script):
     """Return a script as a module, to call one of its functions."""
-    spec = importlib.util.spec_from_file_location(str(script), script_path(script))
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location("train", script_path(script))
+    module = sys.modules["train"] = importlib.util.module_from_spec(spec)  # to pickle its objects
     spec.loader.exec_module(module)
     return module
 
