@@ -367,8 +367,8 @@ def read_image(path):
     """Return the image at path as a PIL image in RGB, upright as a viewer shows it."""
     try:
         with Image.open(path) as image:
-            formats = ("PNG", "PPM") if image.mode == "I" else ()  # of 16 bits, by Pillow's version
-            if image.mode in ("I", "F") and image.format not in formats or "I;12" in str(image.tile):
+            deep = image.mode == "I" and image.format not in ("PNG", "PPM")  # those have 16 bits
+            if deep or image.mode == "F" or "I;12" in str(image.tile):
                 raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
             ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I"):  # to 8 bits; convert() alone makes it white

@@ -1,12 +1,17 @@
-"""Write small folders of images, and edited copies of cifar10_ddp, for their tests."""
+"""Write small folders of images, train on them in forked processes, and see who reads which."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from functions import train, watch
 from scripts import script_path
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchvision.transforms.v2.functional import to_pil_image
 
 CLASSES = ["cat", "dog"]
@@ -52,6 +57,76 @@ def edited_copy(folder, *edits):
     path = Path(folder) / "train.py"
     path.write_text(text)
     return path
+
+
+class Read(NamedTuple):
+    """A process has read an image."""
+    rank: int
+    pid: int
+    epoch: int
+    train_set: int
+    index: int
+
+
+class Run(NamedTuple):
+    """The end of a run."""
+    statuses: list  # of each rank, as sys.exit gets them; [] after an exception or a kill
+    text: str  # of all processes
+    reads: list
+    left: list  # the loader processes that were left 20 s after the end
+
+
+def nothing(*_):
+    """Do nothing: for prepare and at_step."""
+
+
+def run(script, folder, *flags, nproc=1, prepare=nothing, at_step=nothing):
+    """Run a script in forked processes, after prepare(module, rank). Write two files to folder.
+
+    at_step(step) is called after each step.
+    """
+    log, reads = folder / "log", folder / "reads"
+    trainers = folder / "trainers"
+
+    def setup(module, rank):
+        print_to(log)
+        append(trainers, os.getpid())
+        steps = []
+
+        def after_step(*_):
+            steps.append(True)
+            at_step(len(steps))
+
+        watch(module.SeededData, "__getitem__",
+              lambda data, key: append(reads, rank, os.getpid(), *key[1:]))
+        register_optimizer_step_post_hook(after_step)
+        prepare(module, rank)
+
+    statuses, error = [], ""
+    try:
+        statuses = [code for _, code, _ in train(script, *TINY, *flags, nproc=nproc, setup=setup)]
+    except (ProcessExitedException, ProcessRaisedException) as failure:
+        error = str(failure)
+    found = [Read(*numbers) for numbers in lines(reads)]
+    loaders = {read.pid for read in found}.difference(*lines(trainers))
+    left = left_after(20, lambda: living(loaders))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return Run(statuses, f"{log.read_text()}{error}\n{statuses}\n", found, left)
+
+
+def append(path, *numbers):
+    """Append a line of integers to a file, in one write."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, f"{' '.join(str(int(number)) for number in numbers)}\n".encode())
+    os.close(file)
+
+
+def lines(path):
+    """Return the lines of such a file as lists of integers."""
+    if not path.exists():
+        return []
+    return [[int(number) for number in line.split()] for line in path.read_text().splitlines()]
 
 
 def print_to(path):

@@ -1,19 +1,32 @@
-"""cifar10_ddp trains on a folder of images, and starts from pretrained weights."""
+"""cifar10_ddp trains on a folder of images as people have them, and from pretrained weights."""
 
 import os
+import re
 import shutil
-import traceback
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import load_checkpoint
 from functions import load_script, train, watch
-from image_folder import CLASSES, TINY, left_after, part_and_label, print_to, write_images
+from image_folder import CLASSES, TINY, left_after, part_and_label, run, write_images
+from PIL import Image, PngImagePlugin
 from processes import start
 from torchvision import models
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 SCRIPT = "cifar10_ddp"
 EPOCHS = 2
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script(SCRIPT)
+
+
+def settings_of(script, *flags):
+    return script.parse_args([str(flag) for flag in (*TINY, *flags)])
 
 
 # --- training and test ---
@@ -25,149 +38,156 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
-    """Train on a folder, on two processes. Return the checkpoint and what the model was given.
+    """Train on two processes. Return the checkpoint, what is printed, what the model was given.
 
-    That is a list of (training or not, part, true label, label) for each rank.
+    That is a list of (training or not, part, true label, label) of all ranks.
     """
-    checkpoint = tmp_path_factory.mktemp("trained") / "run.pt"
+    trial = tmp_path_factory.mktemp("trained")
+    seen = trial / "seen"
 
-    def setup(module, rank):
-        seen = []
-
+    def prepare(module, rank):
         def see(model, images, labels):
-            if not model.training and torch.is_grad_enabled():
-                return  # the pass of wrap_ddp
-            for image, label in zip(images, labels):
-                seen.append((model.training, *part_and_label(image), label.item()))
+            with open(seen, "a") as file:
+                for image, label in zip(images, labels):
+                    print(model.training, *part_and_label(image), label.item(), file=file)
 
         watch(module, "loss_and_correct", see)
-        return seen
 
-    ranks = train(SCRIPT, *TINY, "--image-folder", folder, "--epochs", EPOCHS, "--batch-size", 2,
-                  "--workers", 0, "--checkpoint", checkpoint, nproc=2, setup=setup)
-    return checkpoint, [seen for seen, *_ in ranks]
-
-
-def test_trains_on_the_images_in_train(trained):
-    parts = [part for seen in trained[1] for training, part, *_ in seen if training]
-    assert parts == ["train"] * 12 * EPOCHS, (
-        f"--image-folder trains on the 12 images in DIR/train, in each of {EPOCHS} epochs, and on "
-        f"no other; it trained on images of {parts}")
+    end = run(SCRIPT, trial, "--image-folder", folder, "--epochs", EPOCHS, "--batch-size", 2,
+              "--workers", 0, "--checkpoint", trial / "run.pt", nproc=2, prepare=prepare)
+    assert end.statuses == [0, 0], end.text
+    return load_checkpoint(trial / "run.pt"), end.text, seen.read_text().splitlines()
 
 
-def test_tests_on_the_images_in_val(trained):
-    parts = [part for seen in trained[1] for training, part, *_ in seen if not training]
-    assert parts == ["val"] * 5 * EPOCHS, (
-        f"--image-folder tests on the 5 images in DIR/val, each once in each of {EPOCHS} epochs on "
-        f"all processes together; it tested on images of {parts}")
+def test_trains_and_tests_on_the_images_of_the_folder(trained):
+    *_, seen = trained
+    expected = []
+    for training, part, counts in (True, "train", (6, 6)), (False, "val", (3, 2)):
+        for label, count in enumerate(counts):
+            expected += [f"{training} {part} {label} {label}"] * count * EPOCHS
+    assert sorted(seen) == sorted(expected), (
+        f"in each epoch, each image in DIR/train is trained on, and each in DIR/val tested on, with "
+        f"the number of its folder in {CLASSES} as the label, not (training, part, class, label): "
+        f"{sorted(seen)}")
 
 
-def test_label_is_the_class_of_the_folder(trained):
-    wrong = [sample for seen in trained[1] for sample in seen if sample[2] != sample[3]]
-    assert not wrong, (f"the label of an image is the number of its folder in {CLASSES}; wrong "
-                       f"(training, part, class of the image, label): {wrong}")
+def test_first_line_has_the_number_of_classes(trained):
+    _, text, _ = trained
+    assert " of 12 images in 2 classes " in text, f"the first line says what is trained on\n{text}"
 
 
-def test_model_has_as_many_outputs_as_there_are_classes(trained):
-    outputs = len(load_checkpoint(trained[0])["model"]["classifier.1.bias"])
-    assert outputs == len(CLASSES), f"{outputs} outputs of the model for the classes {CLASSES}"
+def test_settings_in_a_checkpoint_suffice_to_use_it(trained, folder, script):
+    """Model, image size and classes are not typed again: see "Use the weights"."""
+    checkpoint, text, _ = trained
+    args = script.parse_args([])
+    vars(args).update(checkpoint["settings"])
+    assert args.classes == CLASSES, f"the classes in the settings must be {CLASSES}: {args}"
+    model, _ = script.build_model(args, len(args.classes), args.global_batch, "cpu")
+    model.load_state_dict(checkpoint["model"])
+    transform = script.transforms(args, train_set=False)
+    images = script.ImageFiles(folder / "val").samples
+    batch = torch.stack([transform(script.read_image(path)) for path, _ in images])
+    loss, _ = script.loss_and_correct(model.eval(), batch, torch.tensor([y for _, y in images]))
+    logged = float(re.findall(r"test loss (\S+)", text)[-1])
+    assert abs(loss / len(images) - logged) < 1e-3, (
+        f"the weights, used by the settings beside them, have the loss {loss / len(images)} on the "
+        f"test images, but the run's own is {logged}")
 
 
-def test_checkpoint_has_the_names_of_the_classes(trained):
-    settings = load_checkpoint(trained[0])["settings"]
-    assert settings.get("classes") == CLASSES, (
-        f"the settings in a checkpoint have the class names {CLASSES}, in the order of the labels: "
-        f"{settings}")
+@pytest.mark.parametrize("name, flags", [
+    (SCRIPT, ("--fake-data", 8, "--workers", 1, "--log-every", 60, *TINY)),
+    ("fashionmnist_ddp", ("--fake-data", 8)), ("synthetic_ddp", ("--samples", 8))])
+def test_fewer_test_samples_than_processes(name, flags, tmp_path):
+    """There are two. One process accumulates the gradients of the same parts, if it can."""
+    lines = {}
+    for nproc in (1, 4):
+        log = tmp_path / str(nproc)
+        size = ("--batch-size", 2, "--global-batch", 8)
+        if name == "synthetic_ddp":
+            size = ("--batch-size", 8 // nproc)
+        ranks = train(name, *flags, "--epochs", 2, *size, nproc=nproc,
+                      setup=lambda module, rank: setattr(module, "log", append_to(log, rank)))
+        assert [code for _, code, _ in ranks] == [0] * nproc, log.read_text()
+        lines[nproc] = [float(number) for number in
+                        re.findall(r"test loss (\S+)  accuracy (\S+)", log.read_text())[-1]]
+    assert lines[4] == pytest.approx(lines[1], abs=2e-4), (
+        f"{name}: test loss and accuracy on 2 samples must be those of one process, {lines[1]}, on "
+        f"4 processes, not {lines[4]}")
 
 
-def first_error(*flags, **how):
-    """Run the script on one process. Return what sys.exit is given, and the group was formed."""
-    def setup(module, rank):
-        formed = []
-        watch(module, "init_process", lambda *_: formed.append(True))
-        return formed
-
-    ((formed, code, _),) = train(SCRIPT, *TINY, "--workers", 0, *flags, setup=setup, **how)
-    return code, bool(formed)
+def append_to(path, rank):
+    def log(message):
+        if rank == 0:
+            with open(path, "a") as file:
+                print(message, file=file)
+    return log
 
 
-def test_checkpoint_of_other_classes_is_refused(trained, folder, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    for part in ("train", "val"):
-        (other / part / "dog").rename(other / part / "wolf")
-    code, _ = first_error("--image-folder", other, "--epochs", EPOCHS, "--batch-size", 2,
-                          "--checkpoint", trained[0])
-    assert "error: " in str(code) and "belongs to another run" in code, (
-        f"a checkpoint of the classes {CLASSES} must be refused for cat and wolf, not: {code!r}")
-    assert "['cat', 'dog'], not ['cat', 'wolf']" in code, (
-        f"the error line names the classes of the checkpoint and of the folder: {code!r}")
+# --- folders that cannot be meant ---
+def rename(old, new):
+    return lambda folder: (folder / old).rename(folder / new)
 
 
-# --- mistakes ---
-def no_folder(folder):
-    shutil.rmtree(folder)
-    return [str(folder)]
-
-
-def no_val(folder):
-    shutil.rmtree(folder / "val")
-    return [str(folder), "val"]
-
-
-def no_class(folder):
-    shutil.rmtree(folder / "train" / "cat")
-    shutil.rmtree(folder / "train" / "dog")
-    return [str(folder), "train"]
-
-
-def other_classes(folder):
-    (folder / "val" / "dog").rename(folder / "val" / "wolf")
-    return [str(folder), "train and val have different classes: dog, wolf"]
-
-
-def missing_class(folder):
-    shutil.rmtree(folder / "val" / "dog")
-    return [str(folder), "train and val have different classes: dog"]
-
-
-def empty_class_to_train(folder):
-    (folder / "train" / "bird").mkdir()
-    (folder / "val" / "bird").mkdir()
-    shutil.copy(folder / "val" / "cat" / "0.png", folder / "val" / "bird" / "0.png")
-    return [str(folder), "bird"]
-
-
-def empty_class_to_test(folder):
+def empty(folder):
     for path in (folder / "val" / "cat").iterdir():
         path.unlink()
-    return [str(folder), "cat"]
 
 
-MISTAKES = [no_folder, no_val, no_class, other_classes, missing_class, empty_class_to_train,
-            empty_class_to_test]
+def empty_in_both(folder):
+    for part in ("train", "val"):
+        (folder / part / "bird").mkdir()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_in_the_folder_is_one_error_line(mistake, tmp_path):
-    names = mistake(write_images(tmp_path / "images"))
-    code, formed = first_error("--image-folder", tmp_path / "images", "--batch-size", 4)
-    assert str(code).startswith("error: --image-folder "), (
-        f"{mistake.__name__}: it must end in an error line on --image-folder, not with {code!r}")
-    assert "\n" not in code, f"{mistake.__name__}: the error must be one line: {code}"
-    for name in names:
-        assert name in code, f"{mistake.__name__}: the error line must name {name!r}: {code!r}"
-    assert not formed, (f"{mistake.__name__}: rank 0 must end before the group is formed, or the "
-                        "others wait for it")
+def one_level_too_many(folder):
+    for part in ("train", "val"):
+        (folder / part).rename(folder / "images")
+        (folder / part).mkdir()
+        (folder / "images").rename(folder / part / "images")
 
 
-def test_image_folder_and_fake_data_exclude_each_other(capsys):
-    with pytest.raises(SystemExit) as exit:
-        load_script(SCRIPT).parse_args(["--image-folder", "DIR", "--fake-data"])
-    text = capsys.readouterr().err
-    assert exit.value.code == 2, f"--image-folder with --fake-data must be refused: {text}"
-    assert "error: argument --fake-data: not allowed with argument --image-folder" in text, (
-        f"the error line must name both flags: {text}")
+def unreadable(folder):
+    (folder / "train" / "cat" / "more").mkdir(mode=0)
+
+
+def many_differences(folder):
+    for number in range(30):
+        shutil.copytree(folder / "train" / "cat", folder / "train" / f"class{number:02}")
+
+
+MISTAKES = {  # what is done to a folder, and what the error line names
+    "no folder": (shutil.rmtree, "/images/train"),
+    "no val": (lambda folder: shutil.rmtree(folder / "val"), "/images/val"),
+    "other classes": (rename("val/dog", "val/wolf"), "different classes: dog, wolf"),
+    "many differences": (many_differences, "class08, class09 ..."),
+    "empty class": (empty, "no images in .*/images/val/cat"),
+    "empty class in both": (empty_in_both, "no images in .*/images/train/bird"),
+    "one level too many": (one_level_too_many, "/images/train has 1 classes: images"),
+    "unreadable folder": (unreadable, "Permission denied: .*/images/train/cat/more"),
+}
+
+
+@pytest.fixture
+def own_folder():
+    """A folder that an unprivileged user can read."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield write_images(Path(folder) / "images")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_in_the_folder_is_one_error_line(script, own_folder, name):
+    change, named = MISTAKES[name]
+    change(own_folder)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root reads everything
+    try:
+        with pytest.raises(SystemExit) as end:
+            script.SeededData(settings_of(script, "--image-folder", own_folder))
+    finally:
+        os.seteuid(user)
+    assert re.fullmatch(f"error: --image-folder .*{named}.*", end.value.code), (
+        f"{name}: it must end in one error line on --image-folder that names {named!r}, not with "
+        f"{end.value.code!r}")
 
 
 @pytest.fixture(scope="module")
@@ -180,90 +200,143 @@ def run_without_folder(tmp_path_factory):
 
 
 def test_mistake_under_torchrun_is_one_error_line(run_without_folder):
-    errors = run_without_folder[0].errors
-    assert len(errors) == 1 and "--image-folder" in errors[0], (
-        f"only rank 0 prints an error line, but there are {len(errors)}: {errors}\n"
-        f"{run_without_folder[0].text}")
-
-
-def test_mistake_under_torchrun_ends_all_processes(run_without_folder):
+    """Rank 0 ends before the group is formed, or the others would wait for it."""
     result, left = run_without_folder
-    assert result.status != 0, f"torchrun must fail without a folder\n{result.text}"
+    assert len(result.errors) == 1 and "--image-folder" in result.errors[0], (
+        f"only rank 0 prints an error line, but there are {result.errors}\n{result.text}")
     assert not left, f"10 s after the end, the processes {left} are left\n{result.text}"
 
 
-# --- images that cannot be decoded ---
-def truncate(path):
-    data = path.read_bytes()
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(data[:len(data) // 2])
-    os.replace(temporary, path)
+def test_hidden_files_are_left_out(script, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "images")
+    shutil.copytree(copy / "train" / "cat", copy / "train" / ".ipynb_checkpoints")
+    shutil.copytree(copy / "train" / "cat", copy / "train" / "cat" / ".ipynb_checkpoints")
+    (copy / "train" / "cat" / "._0.jpg").write_bytes(b"Mac OS X")
+    images, seen = script.ImageFiles(folder / "train"), script.ImageFiles(copy / "train")
+    assert (seen.classes, len(seen)) == (images.classes, len(images)), (
+        f"hidden files and folders are no images: {seen.classes}, {seen.samples}")
 
 
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory):
-    """Under torchrun, truncate a JPEG after epoch 1. Return the checkpoint and the job's end."""
-    folder = write_images(tmp_path_factory.mktemp("damaged") / "images")
-    checkpoint = folder / "run.pt"
-    image = folder / "train" / "dog" / "1.jpg"
-    with start(SCRIPT, *TINY, "--image-folder", folder, "--epochs", 200, "--batch-size", 2,
-               "--workers", 1, "--checkpoint", checkpoint, launcher="torchrun", nproc=2) as job:
-        job.wait_for("saved step 3 ")
-        truncate(image)
-        result = job.finish()
-        left = left_after(10, job.pids)
-    return image, checkpoint, result, left
+def test_number_of_unused_files_is_printed(script, folder, tmp_path, capsys):
+    copy = shutil.copytree(folder, tmp_path / "images")
+    for name in ("readme.txt", "cat/0.gif", "dog/0.heic"):
+        (copy / "train" / name).write_bytes(b"")
+    script.ImageFiles(copy / "train")
+    text = capsys.readouterr().out
+    assert "3 files are not used" in text, f"the number of files without images: {text!r}"
 
 
-def test_damaged_image_ends_the_run(damaged):
-    _, _, result, _ = damaged
-    assert result.status != 0, f"a truncated JPEG must end the run with an error\n{result.text}"
+def test_all_ranks_use_the_files_of_rank_0(folder, tmp_path):
+    """On the second machine, a class has another name: its files lack there."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    for part in ("train", "val"):
+        (other / part / "cat").rename(other / part / "apple")
+
+    def prepare(module, rank):
+        if rank == 1:  # as if the folder were on another disk
+            scandir, open_image = os.scandir, Image.open
+            os.scandir = lambda path: scandir(str(path).replace(str(folder), str(other)))
+            Image.open = lambda path, *rest: open_image(
+                getattr(path, "name", str(path)).replace(str(folder), str(other)), *rest)
+
+    end = run(SCRIPT, tmp_path, "--image-folder", folder, "--epochs", 1, "--batch-size", 2,
+              "--workers", 0, nproc=2, prepare=prepare)
+    assert re.search(f"cannot read the image {folder}/train/cat/.*No such file", end.text), (
+        f"a file that a machine lacks ends the run with an error that names it\n{end.text}")
 
 
-def test_error_names_the_damaged_image(damaged):
-    image, _, result, _ = damaged
-    assert f"cannot read the image {image}" in result.text, (
-        f"the error must name the file {image}\n{result.text}")
+# --- kinds of image files ---
+def gradient():
+    """Return an image of 64 x 64 pixels whose bands differ."""
+    band = Image.radial_gradient("L").resize((64, 64))
+    return Image.merge("RGB", [band, band.rotate(90).point(lambda level: level // 2),
+                               Image.linear_gradient("L").resize((64, 64))])
 
 
-def test_damaged_image_leaves_no_process(damaged):
-    *_, result, left = damaged
-    assert not left, f"10 s after the end, the processes {left} are left\n{result.text}"
+def picture_in(mode):
+    """Return the gradient in this mode, and the same in 8 bits."""
+    rgb, grey = gradient(), gradient().convert("L")
+    if mode.startswith("I"):
+        deep = grey.convert("I").point(lambda level: level * 257)
+        return deep if mode == "I" else deep.convert(mode), grey
+    if mode == "P with transparency":
+        image = rgb.quantize(64)
+        image.info["transparency"] = bytes(range(64))
+        return image, image.convert("RGB")
+    image = rgb.quantize(64) if mode == "P" else rgb.convert(mode)
+    return image, grey if mode in ("L", "LA", "F") else image.convert("RGB")
 
 
-def test_damaged_image_leaves_the_checkpoint(damaged):
-    _, checkpoint, result, _ = damaged
-    step = load_checkpoint(checkpoint)["step"]
-    saved = result.text.count("saved step ")
-    assert step == 3 * saved, (f"the checkpoint of the last of {saved} epochs of 3 steps must be "
-                               f"loadable, but it is of step {step}\n{result.text}")
+def difference(path, picture, script):
+    """Return by how many levels the image in a file differs from its picture, at most."""
+    read = pil_to_tensor(script.read_image(path)).int()
+    return (read - pil_to_tensor(picture.convert("RGB")).int()).abs().max().item()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_text_in_place_of_an_image_is_named(workers, tmp_path):
-    folder = write_images(tmp_path / "images")
-    image = folder / "train" / "cat" / "4.png"
-    image.write_text("no image")
-    log = tmp_path / "log"
+KINDS = [(mode, suffix) for suffix, modes in {
+    "png": "1 L LA P RGB RGBA I;16 I;16B", "tif": "1 L LA P RGB RGBA CMYK YCbCr I;16 I;16B",
+    "bmp": "1 L P RGB", "ppm": "1 L RGB I", "pgm": "L I;16", "webp": "L RGB RGBA",
+    "jpg": "L RGB CMYK", "jpeg": "L", "tiff": "L",
+}.items() for mode in modes.split()] + [("P with transparency", "png")]
 
-    def setup(module, rank):
-        print_to(log)
-        main = module.main
 
-        def main_as_python():
-            try:
-                main()
-            except Exception:
-                traceback.print_exc()
-                raise SystemExit(1) from None
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("mode, suffix", KINDS)
+def test_image_is_read_as_its_picture_of_8_bits(script, tmp_path, mode, suffix):
+    image, picture = picture_in(mode)
+    path = tmp_path / f"image.{suffix}"
+    image.save(path, **({"lossless": True} if suffix == "webp" else {"quality": 100}))
+    limit = 6 if suffix in ("jpg", "jpeg") else 2  # JPEG loses some
+    found = difference(path, picture, script)
+    assert found <= limit, f"{mode} in a {suffix} file differs from its picture by {found} levels"
 
-        module.main = main_as_python
 
-    ((_, code, _),) = train(SCRIPT, *TINY, "--image-folder", folder, "--workers", workers,
-                            "--epochs", 1, "--batch-size", 4, setup=setup)
-    text = log.read_text()
-    assert code == 1, f"a text file named .png must end the run, but the status is {code}\n{text}"
-    assert f"cannot read the image {image}" in text, f"the error must name {image}\n{text}"
+def test_png_of_16_bits_in_mode_i(script, tmp_path, monkeypatch):
+    """As Pillow before 10.3 opens it."""
+    monkeypatch.setitem(PngImagePlugin._MODES, (16, 0), ("I", "I;16B"))
+    image, picture = picture_in("I;16")
+    image.save(tmp_path / "image.png")
+    found = difference(tmp_path / "image.png", picture, script)
+    assert found <= 2, f"a PNG of 16 bits in mode I differs from its picture by {found} levels"
+
+
+def write_12_bits(path):
+    picture_in("I;16")[0].save(path)
+    path.write_bytes(path.read_bytes().replace(b"\2\1\3\0\1\0\0\0\x10", b"\2\1\3\0\1\0\0\0\x0c", 1))
+
+
+UNREADABLE = {
+    "I.tif": lambda path: picture_in("I")[0].save(path),
+    "F.tif": lambda path: picture_in("F")[0].save(path),
+    "12-bits.tif": write_12_bits,
+    "text.png": lambda path: path.write_text("no image"),
+    "empty.jpg": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
+    UNREADABLE[name](tmp_path / name)
+    with pytest.raises(RuntimeError) as end:
+        script.read_image(tmp_path / name)
+    assert f"cannot read the image {tmp_path / name}: " in str(end.value), (
+        f"the error must name the file: {end.value}")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photograph_is_upright(script, tmp_path, orientation, suffix):
+    """A camera turns the picture into one that EXIF says how to turn back."""
+    methods = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # of Image.transpose, inverted
+    picture = gradient().crop((0, 0, 48, 64))
+    turned = picture if orientation == 1 else picture.transpose(methods[orientation])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"image.{suffix}"
+    turned.save(path, exif=exif,
+                **({"lossless": True} if suffix == "webp" else {"quality": 100, "subsampling": 0}))
+    found = difference(path, picture, script)
+    assert found <= 4, f"EXIF orientation {orientation} in a {suffix} file: {found} levels"
 
 
 # --- pretrained weights ---
@@ -271,70 +344,81 @@ URL = models.get_model_weights("squeezenet1_1").DEFAULT.url
 FILE = os.path.basename(URL)
 
 
-class Pretrained:
-    """The end of two runs with --pretrained: with a file of weights, and resumed without it."""
-
-
 @pytest.fixture(scope="module")
 def pretrained(folder, tmp_path_factory):
+    """Train with a file of weights, and resume without it. Return weights, starts and resume."""
     home = tmp_path_factory.mktemp("home")
     file = home / "hub" / "checkpoints" / FILE
     file.parent.mkdir(parents=True)
     torch.manual_seed(1)
-    ends = Pretrained()
-    ends.weights = models.get_model("squeezenet1_1").state_dict()
-    torch.save(ends.weights, file)
-    ends.log = home / "log"
+    weights = models.get_model("squeezenet1_1").state_dict()
+    torch.save(weights, file)
 
-    def setup(module, rank):
+    def prepare(module, rank):
         os.environ["TORCH_HOME"] = str(home)
-        print_to(ends.log)
-        first = {}
 
         def see(model, *_):
-            if model.training and not first:
-                for name, tensor in model.state_dict().items():
-                    first[name.removeprefix("module.")] = tensor.clone()
+            if model.training and not (home / str(rank)).exists():
+                torch.save(model.module.state_dict(), home / str(rank))
 
         watch(module, "loss_and_correct", see)
-        return first
 
     def live(epochs):
-        return train(SCRIPT, *TINY, "--image-folder", folder, "--pretrained", "--workers", 0,
-                     "--batch-size", 6, "--epochs", epochs, "--checkpoint", home / "run.pt",
-                     nproc=2, setup=setup)
+        return run(SCRIPT, home, "--image-folder", folder, "--pretrained", "--workers", 0,
+                   "--batch-size", 6, "--epochs", epochs, "--checkpoint", home / "run.pt", nproc=2,
+                   prepare=prepare)
 
-    ends.first = [first for first, *_ in live(1)]
+    first = live(1)
+    assert first.statuses == [0, 0], first.text
     file.unlink()
-    ends.resumed = [code for _, code, _ in live(2)]
-    return ends
+    return weights, [torch.load(home / str(rank)) for rank in (0, 1)], live(2)
+
+
+LAST = ["classifier.1.weight", "classifier.1.bias"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_layers_start_from_the_pretrained_weights(pretrained, rank):
-    first = pretrained.first[rank]
-    different = [name for name, tensor in pretrained.weights.items()
-                 if not torch.equal(first[name], tensor)]
-    assert different == ["classifier.1.weight", "classifier.1.bias"], (
+    weights, first, _ = pretrained
+    different = [name for name, tensor in weights.items()
+                 if not torch.equal(first[rank][name], tensor)]
+    assert different == LAST, (
         "with --pretrained, all layers but the last start from torchvision's weights on all ranks; "
         f"on rank {rank}, these differ: {different}")
 
 
 def test_resume_needs_no_pretrained_weights(pretrained):
-    text = pretrained.log.read_text()
-    assert pretrained.resumed == [0, 0], (
-        "a resume with --pretrained needs neither network nor file, but it ended with "
-        f"{pretrained.resumed}\n{text}")
-    assert "steps 1 to 2\n" in text, f"it must resume from the checkpoint of step 1\n{text}"
+    *_, resumed = pretrained
+    assert resumed.statuses == [0, 0] and "steps 1 to 2\n" in resumed.text, (
+        f"a resume with --pretrained needs neither network nor file\n{resumed.text}")
 
 
-def test_missing_pretrained_weights_are_one_error_line(folder, tmp_path, monkeypatch):
+def test_missing_pretrained_weights_are_one_error_line(script, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    code, formed = first_error("--image-folder", folder, "--pretrained", "--batch-size", 4)
-    assert str(code).startswith("error: "), (
-        f"--pretrained without network and file must end in an error line, not with {code!r}")
-    assert "\n" not in code, f"the error must be one line: {code}"
-    assert FILE in code, f"the error line must name the file {FILE}: {code!r}"
-    place = str(tmp_path / "hub" / "checkpoints")
-    assert place in code, f"the error line must say where to put the file, {place}: {code!r}"
-    assert not formed, "rank 0 must end before the group is formed, or the others wait for it"
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    with pytest.raises(SystemExit) as end:
+        script.pretrained_weights(settings_of(script))
+    assert re.fullmatch(f"error: .*{FILE} into {tmp_path}/hub/checkpoints", end.value.code), (
+        "without network and file, --pretrained must end in one error line that names the file "
+        f"{FILE} and its folder: {end.value.code!r}")
+
+
+def small_vit(size, classes=1000):
+    return models.VisionTransformer(size, 16, 1, 2, 8, 8, num_classes=classes)
+
+
+MODELS = {  # pretrained at 224 pixels, and to be trained at other ones, on 7 classes
+    "vit": (small_vit(224), small_vit(96, 7)),
+    "mnasnet": (models.mnasnet0_5(), models.mnasnet0_5(num_classes=7)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_layers_but_the_last_are_loaded(script, name, capsys):
+    """Also those whose shape depends on the image size."""
+    weights, model = MODELS[name]
+    script.load_pretrained(model, weights.state_dict())
+    text = capsys.readouterr().out
+    last = list(model.state_dict())[-2:]
+    assert text == f"pretrained, but for {', '.join(last)}\n", (
+        f"{name}: all layers but {last} are loaded, and what is not is named: {text}")
