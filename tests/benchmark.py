@@ -29,6 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from functions import load_script
 from processes import free_port
+from recorder import first
 from scripts import ROOT, SCRIPTS
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -58,14 +59,6 @@ def build_model(script, module, args, device, global_batch):
     return model, torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
 
 
-def load_data(script, module, args):
-    """Return inputs and targets as the script generates them."""
-    if script == "cpu_ddp":
-        return module.load_data(args)[:2]
-    data = module.load_data(args, True)
-    return data.tensors if script == "cifar10_ddp" else data
-
-
 def tutorial_dataset(script, inputs, targets):
     """Return the tutorial's data set, with generated images in place of those in its files."""
     if script == "cifar10_ddp":
@@ -91,19 +84,16 @@ def tutorial_steps(script, model, data, args, rank, nproc, device):
     """Train for an epoch as the tutorial does; yield after every step."""
     model.to(memory_format=torch.contiguous_format)
     dataset = tutorial_dataset(script, *data)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if script == "cifar10_ddp":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     sampler = None
     if script == "mnist_dp":
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         model = nn.DataParallel(model)
     else:
-        if script == "cifar10_ddp":
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        else:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         dist.init_process_group("nccl" if GPUS else "gloo")
         sampler = DistributedSampler(dataset, nproc, rank)
         model = DistributedDataParallel(model, [rank] if GPUS else None)
-    total_loss = correct = 0
     for x, y in DataLoader(dataset, args.batch_size, shuffle=sampler is None, sampler=sampler,
                            num_workers=LOADER_WORKERS[script], pin_memory=bool(GPUS)):
         x = x.to(device, non_blocking=True)
@@ -114,21 +104,21 @@ def tutorial_steps(script, model, data, args, rank, nproc, device):
         loss.backward()
         optimizer.step()
         if script != "cifar10_ddp":
-            total_loss += loss.item() * len(y)
+            loss.item()
         if script == "fashionmnist_ddp":
-            correct += (output.argmax(1) == y).sum().item()
+            (output.argmax(1) == y).sum().item()
         yield
 
 
-def compute_steps(script, module, model, optimizer, data, args, device):
-    """Make as many steps as in an epoch, on one batch in memory; yield after every step."""
-    x, y = (tensor[:args.batch_size].to(device) for tensor in data)
-    loss_function = module.loss_of if script == "cpu_ddp" else module.loss_and_correct
+def compute_steps(module, model, optimizer, data, args, device):
+    """Make the script's steps on one batch in memory; yield after every step."""
+    x, y = (tensor[:args.batch_size].to(device) for tensor in data[:2])
+    loss_function = getattr(module, "loss_of", None) or module.loss_and_correct
     while True:
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=getattr(args, "bf16", False)):
-            loss = loss_function(model, x, y)
-        (loss if script == "cpu_ddp" else loss[0]).div(args.batch_size).backward()
+            loss = first(loss_function(model, x, y))
+        (loss / args.batch_size).backward()
         optimizer.step()
         yield
 
@@ -147,12 +137,13 @@ def run_program(name, script, flags):
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     model, optimizer = build_model(script, module, args, device, args.batch_size * nproc)
-    data = load_data(script, module, args)
+    data = module.load_data(args) if script == "cpu_ddp" else module.load_data(args, True)
+    if script == "cifar10_ddp":
+        data = data.tensors
     count = len(data[0]) // (args.batch_size * nproc)
+    steps = compute_steps(module, model, optimizer, data, args, device)
     if name == "tutorial":
         steps = tutorial_steps(script, model, data, args, rank, nproc, device)
-    else:
-        steps = compute_steps(script, module, model, optimizer, data, args, device)
     for step, _ in enumerate(itertools.islice(steps, count), 1):
         if step in (1 + count // 10, count):
             if device.type == "cuda":

@@ -118,15 +118,15 @@ class Job:
     def running(self):
         return any(process.poll() is None for process in self.processes)
 
-    def wait_for(self, pattern, timeout=90, start=0):
-        """Return the match of the regular expression in the output behind start, once it is there.
+    def wait_for(self, pattern, timeout=90):
+        """Return the match of the regular expression in the output, once it is there.
 
         A job that ends without it fails the test.
         """
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             running = self.running()
-            match = re.search(pattern, self.text[start:], re.MULTILINE)
+            match = re.search(pattern, self.text, re.MULTILINE)
             if match:
                 return match
             assert running, f"ended without {pattern!r}:\n{self.text}"

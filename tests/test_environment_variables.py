@@ -5,10 +5,16 @@ The functions are equal in all scripts: those of fashionmnist_ddp are tested.
 
 import argparse
 import os
+import pty
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from functions import load_script
+from processes import clean_environment
+from scripts import script_path
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +125,18 @@ def test_jobs_and_steps_have_different_ports(module, environ):
         f"ports that may be the system's, or another connection's: {ports}")
 
 
+def test_python_typed_in_a_shell_of_srun_pty_trains_alone():
+    """srun --ntasks=8 --pty bash: there is a terminal, and the variables of eight tasks."""
+    command = [sys.executable, script_path("cpu_ddp"), "--epochs", "1", "--timeout", "30"]
+    terminal, end = pty.openpty()
+    result = subprocess.run(command, env=clean_environment(**STEP, SLURM_PTY_PORT=1), stdin=end,
+                            capture_output=True, text=True, timeout=240)
+    os.close(terminal)
+    os.close(end)
+    assert result.stdout.startswith("world size 1,"), f"it must train alone: {result}"
+    assert result.returncode == 0, f"python in a shell of srun --pty fails: {result}"
+
+
 # ---- GPUs ----
 @pytest.fixture
 def gpus(monkeypatch, environ):
@@ -129,31 +147,25 @@ def gpus(monkeypatch, environ):
     return set_gpus
 
 
-@pytest.mark.parametrize("count, local_world_size, local_rank, expected", [
-    (2, 2, 1, "cuda:1"),
-    (1, 1, 3, "cuda:0"),  # srun may show each process only its own GPU
-    (0, 4, 3, "cpu"),
+@pytest.mark.parametrize("count, usable, local_world_size, local_rank, expected", [
+    (2, True, 2, 1, "cuda:1"),
+    (1, True, 1, 3, "cuda:0"),  # srun may show each process only its own GPU
+    (0, False, 4, 3, "cpu"),
+    (2, False, 2, 0, "error: .*cannot use"),  # the driver is too old for this PyTorch
+    (2, True, 3, 0, "error: more processes"),
+    (2, True, 1, 2, "error: more processes"),
 ])
-def test_the_device_of_a_process(module, environ, gpus, count, local_world_size, local_rank,
+def test_the_device_of_a_process(module, environ, gpus, count, usable, local_world_size, local_rank,
                                  expected):
-    gpus(count, usable=count > 0)
-    environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
-    device = str(module.pick_device(local_rank))
-    assert device == expected, (
-        f"local rank {local_rank} of {local_world_size} with {count} GPUs uses {device}, "
-        f"not {expected}")
-
-
-@pytest.mark.parametrize("count, usable, local_world_size, local_rank, words", [
-    (2, False, 2, 0, "cannot use"), (2, True, 3, 0, "more processes"),
-    (2, True, 1, 2, "more processes"),
-])
-def test_a_device_that_cannot_be_had_is_an_error_line(module, environ, gpus, count, usable,
-                                                      local_world_size, local_rank, words):
     gpus(count, usable)
     environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
-    with pytest.raises(SystemExit, match=f"error: .*{words}.*CUDA_VISIBLE_DEVICES="):
-        module.pick_device(local_rank)
+    try:
+        device = str(module.pick_device(local_rank))
+    except SystemExit as error:
+        device = str(error)
+    assert re.match(expected, device), (
+        f"local rank {local_rank} of {local_world_size} with {count} GPUs uses {device!r}, not "
+        f"{expected!r}")
 
 
 def test_mp_spawn_refuses_more_processes_than_gpus_once(module, gpus):

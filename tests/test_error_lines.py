@@ -99,12 +99,3 @@ def test_an_error_of_rank_0_is_printed_once_and_ends_all_processes(script, launc
     assert word in result.errors[0], f"{command}: the error line must name {word}\n{result.text}"
     own_text = result.text.split(" failed (exitcode")[0]  # torchrun's own report comes last
     assert "Traceback" not in own_text, f"{command} must print no traceback\n{result.text}"
-
-
-def test_help_names_every_flag_with_its_default(tmp_path):
-    def setup(module, rank):
-        redirect("stdout", tmp_path / "help.txt")
-
-    train("fashionmnist_ddp", "--help", setup=setup)
-    text = (tmp_path / "help.txt").read_text()
-    assert "passes over the data (default: 5)" in text, f"--help does not say defaults:\n{text}"

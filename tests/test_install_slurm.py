@@ -94,7 +94,7 @@ def installed(machine):
 
 def test_a_job_runs_and_gets_a_gpu(machine, installed):
     assert "srun hostname: head" in installed, f"no job has run:\n{installed}"
-    visible = machine.exec("srun --gpus=1 printenv CUDA_VISIBLE_DEVICES").strip()
+    visible = machine.exec("srun --gpus=1 printenv CUDA_VISIBLE_DEVICES").splitlines()[-1]
     assert visible == "0", f"a job that requests a GPU sees {visible!r}"
 
 

@@ -187,8 +187,8 @@ def test_the_job_survives_losses_and_starts_over_only_after_that_of_pod_0(cluste
 
 
 def test_the_job_with_a_claim_saves_when_it_is_stopped_and_resumes_without_pod_0(cluster, tmp_path):
-    flags = ["--epochs=400", "--save-every=0.002"]
-    pods = cluster.apply(documents_of("job.yaml-template", ARGS=" ".join(flags)))
+    flags = "--epochs=250 --save-every=0.002"
+    pods = cluster.apply(documents_of("job.yaml-template", ARGS=flags))
     next_start(cluster, pods)
     for pod in reversed(pods):  # as kubectl drain does. Without pod 0, pod 1 would fail
         pod.stop("TERM")
@@ -200,7 +200,7 @@ def test_the_job_with_a_claim_saves_when_it_is_stopped_and_resumes_without_pod_0
     cluster.wait_completed(pods)
     undisturbed = tmp_path / "undisturbed.pt"
     lab.sh(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-           ROOT / "cpu_ddp/train.py", *flags, "--checkpoint", undisturbed)
+           ROOT / "cpu_ddp/train.py", "--epochs=250", "--checkpoint", undisturbed, timeout=240)
     change = difference(cluster.claim / "cpu-ddp.pt", undisturbed)
     assert change == 0, f"weights differ from those of a run without losses by {change}"
 
@@ -232,7 +232,7 @@ BRIEFLY = [('"300"', '"5"')]  # for how long the pods of a PyTorchJob wait for o
 
 
 def test_a_pytorchjob_goes_on_without_a_lost_pod(cluster):
-    flags = "--epochs=400 --save-every=0.002"
+    flags = "--epochs=250 --save-every=0.002"
     pods = cluster.apply(documents_of("pytorchjob.yaml-template", BRIEFLY, ARGS=flags))
     next_start(cluster, pods[:1])
     pods[1].stop("TERM")
@@ -249,7 +249,7 @@ def test_a_pytorchjob_goes_on_without_a_lost_pod(cluster):
 
 def test_with_etcd_any_pod_may_be_lost(cluster):
     cluster.apply(documents_of("etcd.yaml"))
-    flags = "--epochs=400 --save-every=0.002"
+    flags = "--epochs=250 --save-every=0.002"
     pods = cluster.apply(documents_of("pytorchjob-etcd.yaml-template", BRIEFLY, ARGS=flags))
     next_start(cluster, pods)
     pods[0].stop("KILL")

@@ -127,11 +127,11 @@ def test_a_copy_is_resumed_bit_for_bit_on_2_processes(script, edits, flags, tmp_
 
 # ---- a second value that is not detached ----
 class Count(torch.autograd.Function):
-    """The identity. COUNTS has the graphs that hold a call of it."""
+    """The identity. GRAPHS has those of its calls that are not freed."""
 
     @staticmethod
     def forward(ctx, number):
-        COUNTS.add(ctx)
+        GRAPHS.add(ctx)
         return number.clone()
 
     @staticmethod
@@ -139,27 +139,27 @@ class Count(torch.autograd.Function):
         return gradient
 
 
-COUNTS = weakref.WeakSet()
+GRAPHS = weakref.WeakSet()
 
 
 def add_metric(module, rank):
-    """A setup for train(): the metric has a graph. It returns how many live in each step."""
-    living = []
+    """A setup for train(): the metric has a graph. It returns how many there are in each step."""
+    counts = []
     use_small_model(module)
     loss_and_correct = module.loss_and_correct
 
     def with_metric(model, *batch):
         loss, _ = loss_and_correct(model, *batch)
-        living.append(len(COUNTS))
+        counts.append(len(GRAPHS))
         return loss, Count.apply(2 * loss)
 
     module.loss_and_correct = with_metric
-    return living
+    return counts
 
 
 @pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
 def test_the_graph_of_a_metric_is_freed_after_its_step(script):
-    (living,) = finish(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1, nproc=1,
+    (counts,) = finish(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1, nproc=1,
                        setup=add_metric)
-    assert max(living) == 1, (
-        f"a metric that is not detached keeps its graph: in each step, so many live: {living}")
+    assert max(counts) == 1, (
+        f"a metric that is not detached keeps its graph. Graphs before each step: {counts}")

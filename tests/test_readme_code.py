@@ -178,10 +178,12 @@ def test_tensorboard_gets_the_accuracies_that_rank_0_logs(writers, copy):
 
 # --- cifar10_ddp/README.md: the trained weights ---
 ACCURACY = """
+from pathlib import Path
 count = correct = 0
 for label, name in enumerate(args.classes):
-    for path in sorted(__import__("pathlib").Path("DIR/val", name).iterdir()):
-        logits = model(normalize(transform(read_image(path)).unsqueeze(0)))
+    for path in Path("DIR/val", name).iterdir():
+        image = transforms(args, train_set=False)(read_image(path))
+        logits = model(normalize(image.unsqueeze(0)))
         correct += int(logits.argmax() == label)
         count += 1
 print(f"{correct / count:.4f} of {count}")

@@ -84,6 +84,11 @@ def lab():
         yield lab
 
 
+def test_key_of_the_cluster_is_private(lab):
+    mode = (lab.root / "my cluster/munge.key").stat().st_mode & 0o777
+    assert mode == 0o600, f"munge.key has the permissions {mode:o}"
+
+
 STORIES = {}
 
 
@@ -408,8 +413,7 @@ def test_job(lab, jobs, name):
         f"{name}: {len(found)} lines for {row.number} show {row.shown!r}:\n{output}")
     restarts = lab.restarts(jobs[name])
     assert restarts == 0, f"{name}: the job was requeued {restarts} times"
-    if row.state == "COMPLETED":
-        assert "srun:" not in output, f"{name}: srun warns:\n{output}"
+    assert "srun: warning" not in output, f"{name}: srun warns:\n{output}"
 
 
 def test_log_of_gpus_is_written_and_ends_with_the_job(lab, jobs):
@@ -421,27 +425,27 @@ def test_log_of_gpus_is_written_and_ends_with_the_job(lab, jobs):
     assert not left, f"nvidia-smi still runs after the job: pid {left}"
 
 
-# --- environments: each has a torchrun that prints its name ---
-# What is there beside a torchrun in the home and on PATH, and the one that is used
+# --- environments: each has a torchrun that shows its name ---
+# Variables, the environments beside one in the home and on PATH, and the one that is used.
 ENVIRONMENTS = {
-    "home": ({}, []),
-    ".conda": ({}, [".conda"]),
-    ".venv": ({}, [".conda", ".venv"]),
-    "conda": ({"CONDA_PREFIX": "conda"}, [".venv", "conda"]),
-    "base, without torchrun": ({"CONDA_PREFIX": "base"}, [".venv"]),
-    "venv": ({"CONDA_PREFIX": "conda", "VIRTUAL_ENV": "venv"}, [".venv", "conda", "venv"]),
-    "module": ({"LOADEDMODULES": "pytorch", "PATH": "module/bin"}, [".venv", "module"]),
-    "another module": ({"LOADEDMODULES": "gcc"}, [".venv"]),
+    "PATH": ({}, [], "home"),
+    ".conda": ({}, [".conda"], ".conda"),
+    ".venv": ({}, [".conda", ".venv"], ".venv"),
+    "conda": ({"CONDA_PREFIX": "conda"}, [".venv", "conda"], "conda"),
+    "base without torchrun": ({"CONDA_PREFIX": "base"}, [".venv"], ".venv"),
+    "venv": ({"CONDA_PREFIX": "conda", "VIRTUAL_ENV": "venv"}, [".venv", "conda", "venv"], "venv"),
+    "module": ({"LOADEDMODULES": "pytorch", "PATH": "module/bin"}, [".venv", "module"], "module"),
+    "another module": ({"LOADEDMODULES": "gcc"}, [".venv"], ".venv"),
 }
-USED = {"base, without torchrun": ".venv", "another module": ".venv"}
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_environment_of_a_job(lab, tmp_path, name):
-    variables, folders = ENVIRONMENTS[name]
+def test_environment_of_a_job(lab, name):
+    variables, folders, used = ENVIRONMENTS[name]
     project = lab.folder / f"with {name}"
     for folder in [*folders, "home"]:
-        write_program(project / folder / "bin/torchrun", f'echo "used: {folder}"')
+        write_program(project / folder / "bin/torchrun",
+                      f'echo "used: {folder}, user site off: $PYTHONNOUSERSITE"')
     env = {"HOME": project / "home", "PATH": f"{project}/home/bin:/usr/bin:/bin"}
     for variable, value in variables.items():
         env[variable] = f"{project}/{value}"
@@ -451,12 +455,13 @@ def test_environment_of_a_job(lab, tmp_path, name):
     job = submit(lab, lab.folder / "slurm/cifar10.sbatch", cwd=project, SCRIPT="train.py", **env)
     lab.wait(job, "COMPLETED")
     output = lab.output(job)
-    assert f"used: {USED.get(name, name)}\n" in output, f"not {USED.get(name, name)}:\n{output}"
+    off = "" if used in ("home", "module") else "1"
+    expected = f"used: {used}, user site off: {off}\n"
+    assert expected in output, f"not {expected!r}:\n{output}"
 
 
 # --- terminals ---
-@pytest.fixture(scope="module")
-def two_terminals(lab):
+def test_two_terminals_train_together(lab):
     """The first prints a command; run on another node, it joins. NPROC is for both."""
     granted = lab.sh("salloc --no-shell --nodelist=c1,c2 --ntasks-per-node=1 --cpus-per-task=2",
                      timeout=300)
@@ -470,13 +475,10 @@ def two_terminals(lab):
     command = re.search(r"^    (cd .*)$", log.read_text(), re.MULTILINE)[1]
     lab.sh(f"{terminal}c2 bash -c {shlex.quote(command)}", timeout=300)
     lab.sh(f"while pgrep -x srun; do sleep 1; done; scancel {job}", timeout=300)
-    return log.read_text()
-
-
-def test_two_terminals_train_together(lab, two_terminals):
-    assert "world size 2" in two_terminals, f"two terminals are not one run:\n{two_terminals}"
+    shown = log.read_text()
+    assert "world size 2" in shown, f"two terminals are not one run:\n{shown}"
     step = load_checkpoint(lab.folder / "two.pt")["step"]
-    assert step == 16, f"two terminals have trained {step} steps, not 16:\n{two_terminals}"
+    assert step == 16, f"two terminals have trained {step} steps, not 16:\n{shown}"
 
 
 TRAIN = ".venv/bin/python cpu_ddp/train.py --epochs 4 --samples 256"
@@ -495,7 +497,8 @@ def test_srun_in_an_interactive_job_is_one_run(lab):
 
 
 def test_python_in_a_shell_of_srun_trains_alone(lab):
-    shown = in_terminal(lab, "srun --ntasks=2 --pty ./shell", TRAIN)
+    """bash ends at once in the task that has no terminal."""
+    shown = in_terminal(lab, "srun --ntasks=2 --pty ./shell", f"[[ ! -t 0 ]] || {TRAIN}")
     assert "world size 1" in shown, f"a process in a terminal does not train alone:\n{shown}"
 
 
