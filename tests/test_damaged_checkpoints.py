@@ -88,12 +88,6 @@ def test_a_folder_that_cannot_be_written_is_an_error_line_at_the_start(script, t
         f"--checkpoint {place} cannot be written: the run must end before it trains: {error}")
 
 
-def test_looking_for_a_checkpoint_leaves_its_folder_empty(script, tmp_path):
-    found = script.load_checkpoint(str(tmp_path / "run.pt"))
-    assert found == {}, f"a checkpoint that is not there is loaded: {found}"
-    assert not os.listdir(tmp_path), f"load_checkpoint has left {os.listdir(tmp_path)}"
-
-
 # --- saving ---
 def test_two_runs_on_one_file_leave_it_whole_at_any_moment(script, path, monkeypatch):
     """One has written its temporary file, then another begins to write, then the first renames."""
