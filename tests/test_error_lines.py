@@ -42,7 +42,7 @@ MISTAKES = [
     Mistake("several processes of mnist_dp", "mnist_dp", "--fake-data", "cifar10_ddp", nproc=2),
     Mistake("more processes than samples", "cpu_ddp", "--samples 2", "fewer", nproc=3),
     Mistake("samples that fill no step", "synthetic_ddp", "--samples 31", "--samples"),
-    Mistake("weights that are not finite", "cpu_ddp", "--lr 1e18 --checkpoint {folder}/run", "--lr"),
+    Mistake("weights that diverge", "cpu_ddp", "--lr 1e18 --checkpoint {folder}/run", "--lr"),
 ]
 
 

@@ -205,7 +205,7 @@ def test_a_finished_run_is_only_evaluated(disturbed):
 ], ids=["every 2.5 minutes", "steps of a second"])
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
 def test_save_every_counts_minutes(script, seconds, flags, expected, tmp_path):
-    """By a made-up clock. Two epochs of 8 steps. cpu_ddp evaluates nothing, and saves at the end."""
+    """By a made-up clock, in two epochs of 8 steps. cpu_ddp has no evaluation to save before."""
     def setup(module, rank):
         use_small_model(module)
         steps = []
@@ -407,4 +407,4 @@ def test_workers_of_a_killed_mp_spawn_end_while_they_import(tmp_path):
             assert time.monotonic() < end, f"mp.spawn starts no two workers\n{job.text}"
             time.sleep(0.01)
         job.send(signal.SIGKILL)
-        wait_until_gone(job, "python fashionmnist_ddp/train.py --nproc 2, killed early: the workers")
+        wait_until_gone(job, "workers of python --nproc 2, which was killed while they import")
