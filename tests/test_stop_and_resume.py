@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 from checkpoints import assert_equal, load_checkpoint
-from functions import load_script, train
+from functions import fork, load_script, train
 from processes import start, wait_until_gone
 from recorder import use_small_model
 from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS
@@ -296,7 +296,7 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
         os.environ["LOCAL_RANK"] = str(rank % 2)
         events = {}
         prepare_data = module.prepare_data
-        barrier = module.dist.barrier
+        load_data = module.load_data
 
         def slow_prepare_data(args):
             events["prepares"] = time.monotonic()
@@ -304,12 +304,12 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
             time.sleep(0.5)
             events["has prepared"] = time.monotonic()
 
-        def first_barrier():
-            barrier()
+        def timed_load_data(*arguments, **options):
             events.setdefault("loads", time.monotonic())
+            return load_data(*arguments, **options)
 
         module.prepare_data = slow_prepare_data
-        module.dist.barrier = first_barrier
+        module.load_data = timed_load_data
         use_small_model(module)
         return events
 
@@ -322,7 +322,7 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
     assert seen[0]["has prepared"] <= seen[2]["prepares"], (
         f"{script}: rank 0 must have prepared the data before the other machines begin, as a disk "
         f"may be shared: {seen}")
-    first_load = min(events["loads"] for events in seen)
+    first_load = min(events["loads"] for events in seen[1:])
     assert seen[2]["has prepared"] <= first_load, (
         f"{script}: a process loads the data before each machine has it (is there a barrier?): "
         f"{seen}")
@@ -381,6 +381,18 @@ def test_a_signal_to_mp_spawn_saves_and_ends_with_status_1(name, to_group, tmp_p
         f"{command}: must save FILE, and leave nothing else: {os.listdir(tmp_path)}\n{result.text}")
     assert result.status == 1, (
         f"{command}: the exit status must be 1, not {result.status}\n{result.text}")
+
+
+def test_ctrl_c_while_mp_spawn_starts_is_no_success():
+    """PyTorch takes KeyboardInterrupt in a worker for its end."""
+    def start_worker(rank):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
+        module.run_worker(rank, os.getppid(), None)
+
+    module = load_script("fashionmnist_ddp")
+    module.train = lambda args: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(ProcessExitedException, match="SIGINT"):
+        fork(1, start_worker)
 
 
 def test_a_killed_worker_of_mp_spawn_is_an_error_line(tmp_path):
