@@ -161,7 +161,7 @@ def speed(command, nproc, global_batch):
     """
     env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc),
-           "OMP_NUM_THREADS": str(max(1, CORES // nproc))}
+           "OMP_NUM_THREADS": str(max(1, CORES // nproc)), "PYTHONWARNINGS": "ignore"}
     processes = [
         subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
                          stdout=subprocess.DEVNULL if rank else subprocess.PIPE)
@@ -182,7 +182,7 @@ def speed(command, nproc, global_batch):
         sys.exit(f"error: {command} has failed:\n{text}")
     if not times:
         return float(re.findall(r"([\d,]+) (?:images|samples)/s", text)[-1].replace(",", ""))
-    (start, first), *_, (end, last) = list(times.values())[-1]
+    (start, first), *_, (end, last) = max(times.values(), key=len)
     return (last - first) * global_batch / (end - start)
 
 
