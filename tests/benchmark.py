@@ -163,8 +163,8 @@ def speed(command, nproc, global_batch):
            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc),
            "OMP_NUM_THREADS": str(max(1, CORES // nproc)), "PYTHONWARNINGS": "ignore"}
     processes = [
-        subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-                         stdout=subprocess.DEVNULL if rank else subprocess.PIPE)
+        subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                         stdout=subprocess.DEVNULL if rank else subprocess.PIPE, text=True)
         for rank in range(nproc)]
     times = {}  # of each epoch: pairs (seconds, step)
     text = ""

@@ -28,7 +28,7 @@ def edit_statement(text, place, code):
     how, words = re.fullmatch(r'(before|after|instead of) "(.*)"', place).groups()
     lines = text.splitlines(keepends=True)
     numbers = [number for number, line in enumerate(lines, 1) if words in line]
-    assert len(numbers) == 1, f"an edit is {place}, but lines {numbers} of the script have this text"
+    assert len(numbers) == 1, f"an edit is {place}, but lines {numbers} of the script have it"
     around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)
               and node.lineno <= numbers[0] <= node.end_lineno]
     node = max(around, key=lambda node: node.lineno)

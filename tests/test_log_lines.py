@@ -95,8 +95,9 @@ def assert_lines(script, pattern, expected):
     for line, right in zip([*found, "no line"], [*expected, "no line"]):
         assert re.sub(number, "N", line) == re.sub(number, "N", right), (
             f"{script} prints\n{line}\n but not\n{right}\nAll it prints:\n" + "\n".join(lines))
-        values, right_values = ([float(value.replace(",", "")) for value in re.findall(number, text)]
-                                for text in (line, right))
+        values, right_values = (
+            [float(value.replace(",", "")) for value in re.findall(number, text)]
+            for text in (line, right))
         assert values == pytest.approx(right_values, abs=1.01e-4), (
             f"{script} prints numbers that are not true:\n{line}\nTrue:\n{right}")
 
@@ -150,7 +151,7 @@ def test_the_line_of_an_epoch(script):
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
 def test_each_save_has_a_line(script):
-    """With --save-every 0.1: after 3 steps of 2 seconds; with a test set, before it is evaluated."""
+    """With --save-every 0.1: after 3 steps of 2 seconds; if there is a test set, before its use."""
     run = printed(script)
     steps = {"cpu_ddp": (10, 13, 16, 19, 22, 25)}.get(script, (10, 13, 15, 18, 20, 23, 25))
     assert_lines(script, "^saved", [f"saved step {step} in {run.checkpoint}" for step in steps])
