@@ -137,10 +137,9 @@ def load_pretrained(model, weights):
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
                if name in state and state[name].shape == tensor.shape}
-    others = [name for name in state if name not in fitting]
     state.update(fitting)
     model.load_state_dict(state)
-    log(f"pretrained, but for {', '.join(others)}")
+    log(f"pretrained, but for {', '.join(name for name in state if name not in fitting)}")
 
 
 def learning_rate(step, total_steps):
@@ -345,7 +344,7 @@ class ImageFiles:
         if len(self.classes) < 2:
             refuse(f"{folder} has {len(self.classes)} classes: {' '.join(self.classes)}")
         if unused:
-            log(f"{folder}: {len(unused)} files are not used, no images by their names: {unused[0]}")
+            log(f"{folder}: {len(unused)} files are not used, as {unused[0]}: no images by name")
 
     def __getitem__(self, index):
         path, label = self.samples[index]

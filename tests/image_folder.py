@@ -70,7 +70,7 @@ class Read(NamedTuple):
 
 class Run(NamedTuple):
     """The end of a run."""
-    statuses: list  # of each rank, as sys.exit gets them; [] after an exception or a kill
+    statuses: list  # of each rank, as sys.exit gets them; [] if it did not come to that
     text: str  # of all processes
     reads: list
     left: list  # the loader processes that were left 20 s after the end
@@ -105,7 +105,7 @@ def run(script, folder, *flags, nproc=1, prepare=nothing, at_step=nothing):
     statuses, error = [], ""
     try:
         statuses = [code for _, code, _ in train(script, *TINY, *flags, nproc=nproc, setup=setup)]
-    except (ProcessExitedException, ProcessRaisedException) as failure:
+    except (AssertionError, ProcessExitedException, ProcessRaisedException) as failure:
         error = str(failure)
     found = [Read(*numbers) for numbers in lines(reads)]
     loaders = {read.pid for read in found}.difference(*lines(trainers))

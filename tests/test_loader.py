@@ -169,6 +169,8 @@ def test_run_ends_while_its_loader_processes_are_busy(folder, tmp_path, name):
     end = run(edited_copy(tmp_path, BUSY), tmp_path, *flags_of(folder, 2, nproc=1),
               at_step=lambda step: act())
     assert message in end.text, f"{name}: the run must end with {message!r}\n{end.text}"
+    assert ("DataLoader worker" in end.text) == (name == "killed loader process"), (
+        f"{name}: DataLoader must raise an error only of a killed loader process\n{end.text}")
     assert not end.left, f"{name}: the loader processes {end.left} are left\n{end.text}"
 
 
