@@ -332,7 +332,7 @@ class Row(NamedTuple):
     inside: str = ""  # where sbatch is typed
     state: str = "COMPLETED"
     cwd: str = "."
-    nodes: str = "c1,c2"
+    nodes: str = "c1,c2,c3,c4"
 
 
 def probe(cores, threads, gpus):
