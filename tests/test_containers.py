@@ -59,7 +59,7 @@ def in_image(*command):
 
 @pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 def test_the_image_holds_the_scripts_alone_and_a_user_who_has_a_home():
-    output = in_image("sh", "-c", "id -u; touch ~/writable; find . -type f | sort")
+    output = in_image("sh", "-c", "id -u && touch ~/writable && find . -type f | sort")
     expected = ["1001", *sorted(f"./{script}/train.py" for script in SCRIPTS)]
     assert output.split() == expected, f"user and files are to be {expected}, see .dockerignore"
 

