@@ -329,22 +329,24 @@ class ImageFiles:
 
     def __init__(self, folder):
         _, folders, files = next(os.walk(folder, onerror=refuse))
-        self.classes, self.samples, unused = visible(folders), [], visible(files)
+        self.classes = visible(folders)
+        self.samples = []  # pairs (path, label)
+        unused = len(visible(files))
         for label, name in enumerate(self.classes):
-            paths = []
             root = os.path.join(folder, name)
+            paths = []
             for parent, folders, files in os.walk(root, onerror=refuse, followlinks=True):
                 folders[:] = visible(folders)
                 paths += [os.path.join(parent, file) for file in visible(files)]
             images = [path for path in paths if path.lower().endswith(IMG_EXTENSIONS)]
-            self.samples += [(path, label) for path in images]
-            unused += set(paths).difference(images)
             if not images:
                 refuse(f"no images in {root} ({' '.join(IMG_EXTENSIONS)})")
+            self.samples += [(path, label) for path in images]
+            unused += len(paths) - len(images)
         if len(self.classes) < 2:
             refuse(f"{folder} has {len(self.classes)} classes: {' '.join(self.classes)}")
         if unused:
-            log(f"{folder}: {len(unused)} files are not used, as {unused[0]}: no images by name")
+            log(f"{folder}: {unused} files are not used, by their names no images")
 
     def __getitem__(self, index):
         path, label = self.samples[index]
