@@ -14,8 +14,7 @@ from scripts import script_path
 
 def load_script(script):
     """Return a script as a module, to call one of its functions."""
-    name = str(script).replace(".", "_")  # pickle finds no module with a dot in its name
-    spec = importlib.util.spec_from_file_location(name, script_path(script))
+    spec = importlib.util.spec_from_file_location(str(script), script_path(script))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # to pickle its classes
     spec.loader.exec_module(module)
