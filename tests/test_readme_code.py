@@ -194,7 +194,7 @@ def test_the_weights_classify_as_in_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "DIR", train=24, val=11)
     flags = ("--image-folder", "DIR", "--model", "shufflenet_v2_x0_5", "--image-size", 48,
-             "--lr", 0.2, "--batch-size", 4, "--epochs", 2, "--workers", 0,
+             "--lr", 2, "--batch-size", 4, "--epochs", 4, "--workers", 0,
              "--checkpoint", "images.pt")
     _, text = output_of("cifar10_ddp", *flags, nproc=2)
     expected = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", text)[-1]
