@@ -114,7 +114,7 @@ def train(args):
             (loss / len(indices)).backward()  # sums the gradients of all GPUs on the first one
             optimizer.step()
             loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
-            correct_sum += correct
+            correct_sum += correct.detach()
         schedule.step()
         loss = loss_sum.item() / len(x)  # waits for the GPU
         seconds = time.perf_counter() - start

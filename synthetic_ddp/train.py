@@ -122,7 +122,7 @@ def train(args):
             optimizer.step()
             schedule.step()
             loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
-            correct_sum += correct
+            correct_sum += correct.detach()
         count = steps_per_epoch * args.batch_size
         loss, accuracy = mean_of_all_ranks([loss_sum, correct_sum], count, device)
         seconds = time.perf_counter() - start
@@ -217,7 +217,7 @@ def evaluate(model, batches, device):
         for batch in batches:
             loss, correct = loss_and_correct(model, *(tensor.to(device) for tensor in batch))
             loss_sum += loss.double()
-            correct_sum += correct
+            correct_sum += correct.detach()
             count += len(batch[0])
     model.train()
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
