@@ -217,7 +217,7 @@ def evaluate(model, batches, device):
         for batch in batches:
             loss, correct = loss_and_correct(model, *(tensor.to(device) for tensor in batch))
             loss_sum += loss.double()
-            correct_sum += correct.detach()
+            correct_sum += correct
             count += len(batch[0])
     model.train()
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
