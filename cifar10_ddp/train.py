@@ -105,9 +105,14 @@ def build_model(args, classes, global_batch, device):
     options = {}
     if args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
-    if args.model.startswith("vit_"):  # vision transformers are built for one size
+    if args.model.startswith("vit_"):  # these two are built for one size
         options = {"image_size": args.image_size}
-    model = models.get_model(args.model, num_classes=classes, **options)
+    if args.model == "maxvit_t":
+        options = {"input_size": (args.image_size, args.image_size)}
+    try:
+        model = models.get_model(args.model, num_classes=classes, **options)
+    except (AssertionError, ValueError) as error:
+        sys.exit(f"error: {args.model} does not take --image-size {args.image_size}: {error}")
     if args.model == "resnet18" and args.image_size <= 32:  # the usual stem for small images
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
