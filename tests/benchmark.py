@@ -180,9 +180,10 @@ def speed(command, nproc, global_batch):
             process.kill()
     if any(statuses):
         sys.exit(f"error: {command} has failed:\n{text}")
-    if not times:
+    lines = max(times.values(), key=len, default=[])
+    if len(lines) < 2:
         return float(re.findall(r"([\d,]+) (?:images|samples)/s", text)[-1].replace(",", ""))
-    (start, first), *_, (end, last) = max(times.values(), key=len)
+    (start, first), *_, (end, last) = lines
     return (last - first) * global_batch / (end - start)
 
 
