@@ -55,7 +55,7 @@ def parse_args(flags=None):
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=128, help="images per process at once")
     parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="images per step; None: batch size times processes at first")
+                        help="images per step; None: those of all processes at first")
     parser.add_argument("--model", default="resnet18", metavar="NAME",
                         choices=models.list_models(module=models),
                         help="a classifier of torchvision.models; tuned for resnet18")
@@ -81,7 +81,8 @@ def parse_args(flags=None):
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
                         help="to wait for other processes, also while rank 0 downloads")
     args = parser.parse_args(flags)
-    numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.image_size)
+    numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.image_size,
+               args.timeout)
     if any(number is not None and number < 1 for number in numbers):
         parser.error("epochs, batch sizes and other numbers must be at least 1")
     if args.image_size is None:
@@ -89,7 +90,7 @@ def parse_args(flags=None):
     return args
 
 
-# Signals stop the run after at most so many steps: 1 where a step takes longer than a second.
+# Signals stop the run after at most so many steps. Set it to 1 if a step may take seconds.
 CHECK_EVERY = 1
 
 # A run may be resumed with other values of these flags, but not of the others.
@@ -144,7 +145,8 @@ def load_pretrained(model, weights):
                if name in state and state[name].shape == tensor.shape}
     state.update(fitting)
     model.load_state_dict(state)
-    log(f"pretrained, but for {', '.join(name for name in state if name not in fitting)}")
+    others = [name for name in state if name not in fitting]
+    log(f"pretrained, but for {', '.join(others) or 'nothing'}")
 
 
 def learning_rate(step, total_steps):
@@ -221,7 +223,7 @@ def train(args):
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, images)
     share = len(range(rank, global_batch, world_size))  # of this process in each step
-    parts = math.ceil(share / args.batch_size)  # several: gradients are accumulated
+    parts = math.ceil(share / args.batch_size)  # several: this process accumulates gradients
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
@@ -374,9 +376,9 @@ def read_image(path):
     try:
         with Image.open(path) as image:
             deep = image.mode == "I" and image.format not in ("PNG", "PPM")  # those have 16 bits
-            if deep or image.mode == "F" or "I;12" in str(image.tile):
+            if deep or image.mode == "F" or "I;12" in str(image.tile):  # 12 bits, in a TIFF
                 raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
-            ImageOps.exif_transpose(image, in_place=True)
+            ImageOps.exif_transpose(image, in_place=True)  # it also loads the pixels
             if image.mode.startswith("I"):  # to 8 bits; convert() alone makes it white
                 image = image.convert("I").point(lambda level: level / 257).convert("L")
             return image if image.mode == "RGB" else image.convert("RGB")

@@ -10,7 +10,8 @@
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
 
-To train something else, edit the functions above train().
+To train something else, edit the functions above train(), and its last log line. For GPUs, a test
+set or dropout, copy fashionmnist_ddp.
 
 Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyTorch DDP in 5
 Minutes (CPU)" (Kubernetes) of awsome-distributed-training.
@@ -42,7 +43,7 @@ def parse_args(flags=None):
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per process at once")
     parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="samples per step; None: batch size times processes at first")
+                        help="samples per step; None: those of all processes at first")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
@@ -55,13 +56,13 @@ def parse_args(flags=None):
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
                         help="to wait for other processes")
     args = parser.parse_args(flags)
-    numbers = (args.epochs, args.batch_size, args.global_batch, args.samples)
+    numbers = (args.epochs, args.batch_size, args.global_batch, args.samples, args.timeout)
     if any(number is not None and number < 1 for number in numbers):
         parser.error("epochs, batch sizes and other numbers must be at least 1")
     return args
 
 
-# Signals stop the run after at most so many steps: 1 where a step takes longer than a second.
+# Signals stop the run after at most so many steps. Set it to 1 if a step may take seconds.
 CHECK_EVERY = 8
 
 # A run may be resumed with other values of these flags, but not of the others.
@@ -107,7 +108,7 @@ def train(args):
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, len(x))
     share = len(range(rank, global_batch, world_size))  # of this process in each step
-    parts = math.ceil(share / args.batch_size)  # several: gradients are accumulated
+    parts = math.ceil(share / args.batch_size)  # several: this process accumulates gradients
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out

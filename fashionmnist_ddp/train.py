@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT-0
-"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP). Plain python starts processes.
+"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP), started by plain python.
 
     python train.py                          # one process per GPU of this machine, or on the CPU
     python train.py --nproc 2                # two processes
@@ -45,11 +45,11 @@ def parse_args(flags=None):
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=64, help="images per process at once")
     parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="images per step; None: batch size times processes at first")
+                        help="images per step; None: those of all processes at first")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
-    parser.add_argument("--nproc", type=int, help="processes that python starts; None: as GPUs")
+    parser.add_argument("--nproc", type=int, help="processes that python starts; None: one per GPU")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
     parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                         help="train on N generated images")
@@ -62,13 +62,14 @@ def parse_args(flags=None):
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
                         help="to wait for other processes, also while rank 0 downloads")
     args = parser.parse_args(flags)
-    numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.nproc)
+    numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.nproc,
+               args.timeout)
     if any(number is not None and number < 1 for number in numbers):
         parser.error("epochs, batch sizes and other numbers must be at least 1")
     return args
 
 
-# Signals stop the run after at most so many steps: 1 where a step takes longer than a second.
+# Signals stop the run after at most so many steps. Set it to 1 if a step may take seconds.
 CHECK_EVERY = 8
 
 # A run may be resumed with other values of these flags, but not of the others.
@@ -157,7 +158,7 @@ def train(args):
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, len(x))
     share = len(range(rank, global_batch, world_size))  # of this process in each step
-    parts = math.ceil(share / args.batch_size)  # several: gradients are accumulated
+    parts = math.ceil(share / args.batch_size)  # several: this process accumulates gradients
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
@@ -261,9 +262,9 @@ def evaluate(model, batches, device):
 
 def main():
     args = parse_args()
-    rank, _, world_size = setup_environment()
+    setup_environment()
     nproc = args.nproc or max(1, torch.cuda.device_count())
-    if world_size > 1 or "RANK" in os.environ or nproc == 1:
+    if "RANK" in os.environ or nproc == 1:  # started by torchrun or srun, or alone
         train(args)
     else:
         spawn(nproc, args)
@@ -293,7 +294,7 @@ def spawn(nproc, args):
 
 
 def run_worker(rank, parent, args):
-    if os.getppid() != parent:  # killed meanwhile. Later, PyTorch sends SIGINT for it
+    if os.getppid() != parent:  # it was killed before PyTorch asked for a signal at its death
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn takes KeyboardInterrupt for success
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

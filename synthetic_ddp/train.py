@@ -55,7 +55,9 @@ def parse_args(flags=None):
     parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
                         help="to wait for other processes")
     args = parser.parse_args(flags)
-    if min(args.epochs, args.batch_size, args.samples, args.image_size, args.steps) < 1:
+    numbers = (args.epochs, args.batch_size, args.samples, args.image_size, args.steps,
+               args.timeout)
+    if min(numbers) < 1:
         parser.error("epochs, batch size and other numbers must be at least 1")
     return args
 
