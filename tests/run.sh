@@ -5,8 +5,8 @@
 # and other runs' checkpoints are refused; a stopped run resumes exactly. Where there are GPUs, it
 # trains on them.
 #
-# With --all, run all tests: 12 minutes. Also kills, launchers, a Slurm of several nodes, images,
-# pods, setting up, the benchmark. The end of the output lists what this machine cannot run, with
+# With --all, run all tests: 20 to 30 minutes. Also kills, launchers, a Slurm of several nodes,
+# images, pods, setting up. The end of the output lists what this machine cannot run, with
 # the command that enables it.
 #
 # With a test file or -k EXPRESSION, run the tests of that file, or those of all files that match.
