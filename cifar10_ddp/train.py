@@ -41,8 +41,7 @@ from PIL import Image, ImageOps
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import models
-from torchvision.datasets import CIFAR10
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.models.vision_transformer import interpolate_embeddings
 from torchvision.transforms import v2
 
@@ -163,7 +162,7 @@ def prepare_data(args):
 def load_data(args, train_set):
     """Return a data set of pairs (image, label): a PIL image or uint8 (3, H, W), and an integer."""
     if args.image_folder:
-        return ImageFiles(os.path.join(args.image_folder, "train" if train_set else "val"))
+        return image_folder(os.path.join(args.image_folder, "train" if train_set else "val"))
     if args.fake_data:
         return TensorDataset(*fake_images(args.fake_data, (3, 32, 32), args.seed, train_set))
     return CIFAR10(args.data_dir, train_set)
@@ -246,9 +245,6 @@ def train(args):
         f"torch {torch.__version__} | {args.model} | global batch {global_batch} of "
         f"{images} images in {len(data.classes)} classes | steps {step} to {total_steps}")
 
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     keys = batch_keys(args, data, global_batch, step, parts, rank, world_size)
     loader = iter(DataLoader(data, batch_sampler=keys, num_workers=args.workers,
@@ -275,8 +271,7 @@ def train(args):
             optimizer.zero_grad()
             for part in range(parts):
                 batch = [tensor.to(device, non_blocking=True) for tensor in next(loader)]
-                for generator in generators:  # of dropout: a resumed run repeats it
-                    generator.manual_seed(hash((args.seed, step, rank + part * world_size)))
+                torch.manual_seed(hash((args.seed, step, rank + part * world_size)))  # of dropout
                 ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, *batch)
@@ -331,40 +326,21 @@ def evaluate(model, batches, device):
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
-class ImageFiles:
-    """Pairs (image, label) of the images in FOLDER/CLASS/ and below. Hidden files are left out."""
-
-    def __init__(self, folder):
-        _, folders, files = next(os.walk(folder, onerror=refuse))
-        self.classes = visible(folders)
-        self.samples = []  # pairs (path, label)
-        unused = len(visible(files))
-        for label, name in enumerate(self.classes):
-            root = os.path.join(folder, name)
-            paths = []
-            for parent, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-                folders[:] = visible(folders)
-                paths += [os.path.join(parent, file) for file in visible(files)]
-            images = [path for path in paths if path.lower().endswith(IMG_EXTENSIONS)]
-            if not images:
-                refuse(f"no images in {root} ({' '.join(IMG_EXTENSIONS)})")
-            self.samples += [(path, label) for path in images]
-            unused += len(paths) - len(images)
-        if len(self.classes) < 2:
-            refuse(f"{folder} has {len(self.classes)} classes: {' '.join(self.classes)}")
-        if unused:
-            log(f"{folder}: {unused} files are not used, by their names no images")
-
-    def __getitem__(self, index):
-        path, label = self.samples[index]
-        return read_image(path), label
-
-    def __len__(self):
-        return len(self.samples)
-
-
-def visible(names):
-    return sorted(name for name in names if not name.startswith("."))
+def image_folder(folder):
+    """Return torchvision's data set of the images in FOLDER/CLASS/ and below, or exit."""
+    try:
+        data = ImageFolder(folder, loader=read_image)
+    except OSError as error:
+        refuse(error)
+    files = sum(len(names) for *_, names in os.walk(folder, onerror=refuse, followlinks=True))
+    hidden = [path for path, _ in data.samples if "/." in path[len(folder):]]
+    if hidden:
+        refuse(f"delete hidden files such as {hidden[0]}")
+    if len(data.classes) == 1:
+        refuse(f"the only class in {folder} is {data.classes[0]}")
+    if files > len(data):
+        log(f"{folder}: {files - len(data)} files are not used, by their names no images")
+    return data
 
 
 def refuse(problem):
@@ -398,13 +374,12 @@ class SeededData(Dataset):
         self.classes, test_classes = (getattr(self.sets[train_set], "classes", list("0123456789"))
                                       for train_set in (True, False))
         if self.classes != test_classes:
-            different = sorted(set(self.classes) ^ set(test_classes))
-            refuse(f"train and val have different classes: {', '.join(different[:10])}"
-                   f"{' ...' if different[10:] else ''}")
+            different = ", ".join(sorted(set(self.classes) ^ set(test_classes)))
+            refuse(f"train and val have different classes: {different:.200}")
 
     def __getitem__(self, key):
         _, _, train_set, index = key
-        torch.default_generator.manual_seed(hash(key))
+        torch.default_generator.manual_seed(hash(key))  # torch.manual_seed takes 80 us
         random.seed(hash(key))
         return self.transforms[train_set](*self.sets[train_set][index])
 

@@ -178,9 +178,6 @@ def train(args):
         f"torch {torch.__version__} | global batch {global_batch} of {len(x)} images | "
         f"steps {step} to {total_steps}")
 
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     signals = []
     handle_signals(lambda signum, frame: signals.append(signum))
@@ -205,8 +202,7 @@ def train(args):
             for part in range(parts):
                 first = rank + part * world_size
                 indices = batch[first::parts * world_size]
-                for generator in generators:  # of flips and dropout: a resumed run repeats them
-                    generator.manual_seed(hash((args.seed, step, first)))
+                torch.manual_seed(hash((args.seed, step, first)))  # of random flips and dropout
                 ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])

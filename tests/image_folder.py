@@ -90,7 +90,7 @@ def run(script, folder, *flags, nproc=1, prepare=nothing, at_step=nothing):
 
     def setup(module, rank):
         sys.modules["script"] = module  # pickle finds no module with a dot in its name
-        module.ImageFiles.__module__ = "script"
+        module.read_image.__module__ = "script"
         print_to(log)
         append(trainers, os.getpid())
         steps = []

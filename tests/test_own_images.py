@@ -131,6 +131,18 @@ def unreadable(folder):
     (folder / "train" / "cat" / "more").mkdir(mode=0)
 
 
+def hidden_class(folder):
+    shutil.copytree(folder / "train" / "cat", folder / "train" / ".ipynb_checkpoints")
+
+
+def hidden_folder(folder):
+    shutil.copytree(folder / "train" / "cat", folder / "train" / "cat" / ".ipynb_checkpoints")
+
+
+def hidden_file(folder):
+    (folder / "train" / "cat" / "._0.jpg").write_bytes(b"Mac OS X")
+
+
 def many_differences(folder):
     for number in range(30):
         shutil.copytree(folder / "train" / "cat", folder / "train" / f"class{number:02}")
@@ -140,10 +152,13 @@ MISTAKES = {  # what is done to a folder, and what the error line names
     "no folder": (shutil.rmtree, "/images/train"),
     "no val": (lambda folder: shutil.rmtree(folder / "val"), "/images/val"),
     "other classes": (rename("val/dog", "val/wolf"), "different classes: dog, wolf"),
-    "many differences": (many_differences, "class08, class09 ..."),
-    "empty class": (empty, "no images in .*/images/val/cat"),
-    "empty class in both": (empty_in_both, "no images in .*/images/train/bird"),
-    "one level too many": (one_level_too_many, "/images/train has 1 classes: images"),
+    "many differences": (many_differences, "class08, class09"),
+    "empty class": (empty, "classes cat[.]"),
+    "empty class in both": (empty_in_both, "classes bird[.]"),
+    "one level too many": (one_level_too_many, "the only class in .*/images/train is images"),
+    "hidden class": (hidden_class, "/train/[.]ipynb_checkpoints/"),
+    "hidden folder": (hidden_folder, "/train/cat/[.]ipynb_checkpoints/"),
+    "hidden file": (hidden_file, "/train/cat/[.]_0[.]jpg"),
     "unreadable folder": (unreadable, "Permission denied: .*/images/train/cat/more"),
 }
 
@@ -167,7 +182,7 @@ def test_mistake_in_the_folder_is_one_error_line(script, own_folder, name):
             script.SeededData(settings_of(script, "--image-folder", own_folder))
     finally:
         os.seteuid(user)
-    assert re.fullmatch(f"error: --image-folder .*{named}.*", end.value.code), (
+    assert re.fullmatch(f"error: --image-folder .*{named}.{{0,150}}", end.value.code), (
         f"{name}: it must end in one error line on --image-folder that names {named!r}, not with "
         f"{end.value.code!r}")
 
@@ -182,21 +197,11 @@ def test_mistake_under_torchrun_is_one_error_line(tmp_path):
     assert not left, f"10 s after the end, the processes {left} are left\n{result.text}"
 
 
-def test_hidden_files_are_left_out(script, folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "images")
-    shutil.copytree(copy / "train" / "cat", copy / "train" / ".ipynb_checkpoints")
-    shutil.copytree(copy / "train" / "cat", copy / "train" / "cat" / ".ipynb_checkpoints")
-    (copy / "train" / "cat" / "._0.jpg").write_bytes(b"Mac OS X")
-    images, seen = script.ImageFiles(folder / "train"), script.ImageFiles(copy / "train")
-    assert (seen.classes, len(seen)) == (images.classes, len(images)), (
-        f"hidden files and folders are no images: {seen.classes}, {seen.samples}")
-
-
 def test_number_of_unused_files_is_printed(script, folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "images")
     for name in ("readme.txt", "cat/0.gif", "dog/0.heic"):
         (copy / "train" / name).write_bytes(b"")
-    script.ImageFiles(copy / "train")
+    script.image_folder(str(copy / "train"))
     text = capsys.readouterr().out
     assert "3 files are not used" in text, f"the number of files without images: {text!r}"
 
