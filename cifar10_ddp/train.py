@@ -89,7 +89,7 @@ def parse_args(flags=None):
     return args
 
 
-# Signals stop the run after at most so many steps. Set it to 1 if a step may take seconds.
+# Signals stop the run after at most so many steps: 1, since a step may take seconds on a CPU.
 CHECK_EVERY = 1
 
 # A run may be resumed with other values of these flags, but not of the others.
