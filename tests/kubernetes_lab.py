@@ -12,11 +12,11 @@ same base, with Debian's etcd, takes their place.
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +35,7 @@ OFFICIAL_IMAGE = re.search(r"ARG BASE_IMAGE=(\S+)", DOCKERFILE.read_text())[1]
 OUR_IMAGE = "ddp:1"  # IMAGE_URI of the tests
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.5.16"
 BACKOFF = 2  # seconds until the first replacement of a Job's pod: 10 in Kubernetes
+NUMBERS = itertools.count(1)  # of namespaces
 
 
 def sh(*command, timeout=60, **options):
@@ -223,6 +224,7 @@ class Pod:
             "--entrypoint", json.dumps(container["command"]),
             "--network", f"ns:/run/netns/{self.namespace}",
             "--no-hosts", "--volume", f"{self.cluster.hosts}:/etc/hosts:ro",
+            "--volume", f"{self.cluster.only_hosts}:/etc/nsswitch.conf:ro",
             "--user", f'{security["runAsUser"]}:{security["runAsGroup"]}',
             "--security-opt", "no-new-privileges", "--cap-drop", "all",
             "--cpus", limits["cpu"],
@@ -246,8 +248,7 @@ class Pod:
     def kill_worker(self):
         """Kill a training process, a child of torchrun."""
         number = sh("podman", "inspect", "--format", "{{.State.Pid}}", self.container).strip()
-        children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        sh("pkill", "--signal", "KILL", "--newest", "--parent", number)
 
     def stop(self, signal):
         """Delete the pod with SIGTERM, or lose it with SIGKILL."""
@@ -288,6 +289,8 @@ class Cluster:
         self.claim.chmod(0o2775)  # for the members of fsGroup
         self.hosts = folder / "hosts"
         self.hosts.write_text("127.0.0.1 localhost\n")
+        self.only_hosts = folder / "nsswitch.conf"  # unknown names fail at once
+        self.only_hosts.write_text("hosts: files\n")
         self.bridge = self.add_namespace()
         sh("ip", "-n", self.bridge, "link", "add", "br0", "up", "type", "bridge")
 
@@ -300,7 +303,7 @@ class Cluster:
             sh("ip", "netns", "delete", namespace)
 
     def add_namespace(self):
-        name = f"k8s-{os.getpid()}-{len(self.namespaces)}"
+        name = f"k8s-{os.getpid()}-{next(NUMBERS)}"
         self.namespaces.append(name)
         sh("ip", "netns", "add", name)
         sh("ip", "-n", name, "link", "set", "lo", "up")
@@ -308,15 +311,15 @@ class Cluster:
 
     def connect(self, name):
         """Return a new namespace with an address that has a name, and its address."""
-        number = len(self.namespaces)
-        address = f"10.244.0.{number}"
         namespace = self.add_namespace()
+        number = namespace.rpartition("-")[2]
+        address = f"10.244.0.{number}"
         sh("ip", "-n", namespace, "link", "add", "eth0", "up",
            "type", "veth", "peer", f"veth{number}", "netns", self.bridge)
         sh("ip", "-n", self.bridge, "link", "set", f"veth{number}", "master", "br0", "up")
         sh("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
         with self.hosts.open("a") as hosts:
-            print(address, name, file=hosts)
+            hosts.write(f"{address} {name}\n::ffff:{address} {name}\n")
         return namespace, address
 
     def disconnect(self, pod):

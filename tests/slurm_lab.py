@@ -182,7 +182,7 @@ class Lab(Network):
         "ProctrackType": "proctrack/linuxproc",
         "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
         # A lost node is down sooner, and what hangs is killed sooner.
-        "SlurmdTimeout": "10",
+        "SlurmdTimeout": "5",
         "KillWait": "15",
         # A requeued job waits 7 s, not 121.
         "AuthInfo": "cred_expire=5",
@@ -276,7 +276,7 @@ class Lab(Network):
 
     def report(self, job):
         """Return what is known of a job, for the message of a test that fails."""
-        record = self.sh(f"scontrol show job {job}", check=False)
+        record = self.sh(f"scontrol show job {job}")
         return f"---- the job\n{record}\n---- its output\n{self.output(job)[-6000:]}"
 
 

@@ -18,12 +18,8 @@ from scripts import ROOT
 CONDA = f"""#!/usr/bin/env bash
 echo "$*" >>"$0.calls"
 case $* in
-    "create --yes --prefix "*)
-        {sys.executable} -m venv --clear --system-site-packages "$4"
-        ;;
-    "run --prefix "*)
-        [[ -d $3 ]] && CONDA_PREFIX=$3 "${{@:4}}"
-        ;;
+    "create --yes --prefix "*) {sys.executable} -m venv --clear --system-site-packages "$4" ;;
+    "run --prefix "*) [[ -d $3 ]] && CONDA_PREFIX=$3 "${{@:4}}" ;;
 esac
 """
 
@@ -37,32 +33,23 @@ def project(tmp_path):
 @pytest.fixture
 def environment(tmp_path):
     """Variables with which pip finds nothing but the tiny package, in versions 1.0 and 2.0."""
+    for version in ("1.0", "2.0"):
+        info = f"tiny-{version}.dist-info"
+        with zipfile.ZipFile(tmp_path / f"tiny-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("tiny.py", f"version = '{version}'\n")
+            wheel.writestr(f"{info}/entry_points.txt",
+                           "[console_scripts]\ntorchrun = tiny:version.title\n")
+            wheel.writestr(f"{info}/METADATA",
+                           f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    home = f".local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    shutil.unpack_archive(tmp_path / "tiny-1.0-py3-none-any.whl", tmp_path / home, "zip")
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(("PIP_", "CONDA_", "MAMBA_"))}
-    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": tmp_path.as_uri(),
-            "PIP_USER": "1", "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    for version in ("1.0", "2.0"):
-        write_wheel(tmp_path, version)
-    home = f".local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-    with zipfile.ZipFile(tmp_path / "tiny-1.0-py3-none-any.whl") as wheel:
-        wheel.extractall(tmp_path / home)
-    return env
-
-
-def write_wheel(folder, version):
-    info = f"tiny-{version}.dist-info"
-    files = {
-        "tiny.py": f"version = '{version}'\n",
-        f"{info}/entry_points.txt": "[console_scripts]\ntorchrun = tiny:version.title\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
-        f"{info}/WHEEL":
-            "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = f"{info}/RECORD"
-    files[record] = "".join(f"{name},,\n" for name in [*files, record])
-    with zipfile.ZipFile(folder / f"tiny-{version}-py3-none-any.whl", "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(name, text)
+    return env | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_USER": "1",
+                  "PIP_FIND_LINKS": tmp_path.as_uri(), "PYTHON": sys.executable,
+                  "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
 
 
 def bash(script, env):
@@ -83,10 +70,10 @@ def assert_follows_the_requirements(script, folder, env):
         assert (folder / "bin/torchrun").exists(), f"{script.name} has installed no torchrun"
 
 
-def assert_error_line(done, named):
-    assert done.returncode != 0, f"it succeeds in spite of: {named}"
+def assert_error_line(done, remedy):
+    assert done.returncode != 0, f"it succeeds, and must say: {remedy}"
     assert done.stderr.startswith("error: "), f"no error line:\n{done.stderr}"
-    assert named in done.stderr, f"the error line does not name {named}:\n{done.stderr}"
+    assert remedy in done.stderr, f"the error line does not name {remedy}:\n{done.stderr}"
 
 
 def test_venv_that_was_interrupted_is_completed(project, environment):
@@ -94,7 +81,6 @@ def test_venv_that_was_interrupted_is_completed(project, environment):
     command = [sys.executable, "-m", "venv", "--without-pip", project / ".venv"]
     subprocess.run(command, check=True, timeout=60)
     (project / ".venv/bin/activate").unlink()
-    environment["PYTHON"] = sys.executable
     script = project / "slurm/create-venv.sh"
     assert_follows_the_requirements(script, project / ".venv", environment)
 
@@ -118,17 +104,12 @@ def test_without_conda_the_error_shows_how_to_install_it(project, environment):
     assert_error_line(done, f"Miniforge3-{os.uname().sysname}-{os.uname().machine}.sh\n    bash ")
 
 
-@pytest.fixture
-def conda(tmp_path):
-    """A conda where Miniforge puts it, which is not on PATH."""
-    program = tmp_path / "miniforge3/bin/conda"
-    program.parent.mkdir(parents=True)
-    program.write_text(CONDA)
-    program.chmod(0o755)
-    return program
-
-
-def test_conda_environment_is_made_once(project, environment, conda):
+def test_conda_environment_is_made_once(project, environment, tmp_path):
+    """By a conda that is where Miniforge puts it, and not on PATH."""
+    conda = tmp_path / "miniforge3/bin/conda"
+    conda.parent.mkdir(parents=True)
+    conda.write_text(CONDA)
+    conda.chmod(0o755)
     script = project / "slurm/create-conda-env.sh"
     assert_follows_the_requirements(script, project / ".conda", environment)
     text = conda.with_name("conda.calls").read_text()
@@ -143,6 +124,5 @@ def test_shell_files_run_in_a_clone_with_windows_line_ends(tmp_path):
                ROOT, tmp_path / "clone"]
     subprocess.run(command, check=True, timeout=60)
     files = [*tmp_path.glob("clone/*/*.sh"), *tmp_path.glob("clone/*/*.sbatch")]
-    assert files, "a clone has no shell files"
     changed = [path.name for path in files if b"\r\n" in path.read_bytes()]
     assert not changed, f"bash cannot run files of such a clone: {changed}"

@@ -5,16 +5,11 @@ The functions are equal in all scripts: those of fashionmnist_ddp are tested.
 
 import argparse
 import os
-import pty
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from functions import load_script
-from processes import clean_environment
-from scripts import script_path
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,6 @@ def environ(monkeypatch):
     ("4", "1", 2, "torchrun sets OMP_NUM_THREADS=1 for several processes, unless the user sets it"),
     ("4", "3", None, "OMP_NUM_THREADS=3 is the user's choice"),
     ("1", "1", None, "OMP_NUM_THREADS=1 of a single process is the user's choice"),
-    (None, None, None, "a single process has all cores anyway"),
 ])
 def test_processes_share_the_cores(module, environ, monkeypatch, processes, omp, expected, why):
     """Of the 8 of 64 that this process may use, on a system without glibc's mallopt."""
@@ -60,7 +54,6 @@ TORCHRUN = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize("variables, terminal, expected, what", [
-    ({}, True, (0, 0, 1), "no launcher"),
     (TORCHRUN, False, (2, 0, 4), "torchrun"),
     (STEP, False, (5, 1, 8), "a step of srun"),
     (STEP, True, (5, 1, 8), "a step of srun whose first task has a terminal"),
@@ -71,7 +64,6 @@ TORCHRUN = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
     (STEP | {"PMI_SIZE": "8", "PMIX_RANK": "5"}, False, (5, 1, 8), "a step of srun --mpi"),
     (TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, False, (2, 0, 4), "torchrun under mpirun"),
     ({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0"}, False, (0, 0, 1), "an sbatch file"),
-    ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, False, (0, 0, 1), "one process of mpirun"),
 ])
 def test_ranks_by_the_variables_of_a_launcher(module, environ, monkeypatch, variables, terminal,
                                               expected, what):
@@ -94,8 +86,8 @@ def test_mpirun_is_an_error_line(module, environ, variables):
 
 
 @pytest.mark.parametrize("nodes, first", [
-    ("n07", "n07"), ("n[07-09]", "n07"), ("n[07,12-14]", "n07"), ("n07,m3", "n07"),
-    ("gpu-a100-[001-128]", "gpu-a100-001"), ("n7,gpu[1-2]", "n7"), ("rack1-n[9-10]", "rack1-n9"),
+    ("n07", "n07"), ("n[07,12-14]", "n07"), ("gpu-a100-[001-128]", "gpu-a100-001"),
+    ("n7,gpu[1-2]", "n7"),
 ])
 def test_the_first_node_of_a_step_is_the_master(module, environ, nodes, first):
     environ.update(STEP, SLURM_STEP_NODELIST=nodes)
@@ -113,38 +105,22 @@ def test_a_users_master_address_and_port_are_kept(module, environ):
 
 def test_jobs_and_steps_have_different_ports(module, environ):
     """They may run side by side on one machine."""
-    ports = {}
-    for job in ("4711", "4712", "4713"):
-        for step in ("0", "1", "2"):
-            environ.clear()
-            environ.update(STEP, SLURM_JOB_ID=job, SLURM_STEP_ID=step)
-            module.setup_environment()
-            ports[job, step] = int(environ["MASTER_PORT"])
-    assert len(set(ports.values())) == len(ports), f"jobs or steps use the same port: {ports}"
-    assert all(1024 <= port < 32768 for port in ports.values()), (
+    ports = set()
+    for job, step in [("4711", "0"), ("4712", "0"), ("4711", "1"), ("4712", "1")]:
+        environ.clear()
+        environ.update(STEP, SLURM_JOB_ID=job, SLURM_STEP_ID=step)
+        module.setup_environment()
+        ports.add(int(environ["MASTER_PORT"]))
+    assert len(ports) == 4, f"jobs or steps use the same port: {ports}"
+    assert all(1024 <= port < 32768 for port in ports), (
         f"ports that may be the system's, or another connection's: {ports}")
 
 
-def test_python_typed_in_a_shell_of_srun_pty_trains_alone():
-    """srun --ntasks=8 --pty bash: there is a terminal, and the variables of eight tasks."""
-    command = [sys.executable, script_path("cpu_ddp"), "--epochs", "1", "--timeout", "30"]
-    terminal, end = pty.openpty()
-    result = subprocess.run(command, env=clean_environment(**STEP, SLURM_PTY_PORT=1), stdin=end,
-                            capture_output=True, text=True, timeout=240)
-    os.close(terminal)
-    os.close(end)
-    assert result.stdout.startswith("world size 1,"), f"it must train alone: {result}"
-    assert result.returncode == 0, f"python in a shell of srun --pty fails: {result}"
-
-
 # ---- GPUs ----
-@pytest.fixture
-def gpus(monkeypatch, environ):
-    """Return a function that sets the number of GPUs, and whether this PyTorch can use them."""
-    def set_gpus(count, usable):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
-    return set_gpus
+def set_gpus(monkeypatch, count, usable):
+    """Set the number of GPUs, and whether this PyTorch can use them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
 
 
 @pytest.mark.parametrize("count, usable, local_world_size, local_rank, expected", [
@@ -155,9 +131,9 @@ def gpus(monkeypatch, environ):
     (2, True, 3, 0, "error: more processes"),
     (2, True, 1, 2, "error: more processes"),
 ])
-def test_the_device_of_a_process(module, environ, gpus, count, usable, local_world_size, local_rank,
-                                 expected):
-    gpus(count, usable)
+def test_the_device_of_a_process(module, environ, monkeypatch, count, usable, local_world_size,
+                                 local_rank, expected):
+    set_gpus(monkeypatch, count, usable)
     environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
     try:
         device = str(module.pick_device(local_rank))
@@ -168,14 +144,14 @@ def test_the_device_of_a_process(module, environ, gpus, count, usable, local_wor
         f"{expected!r}")
 
 
-def test_mp_spawn_refuses_more_processes_than_gpus_once(module, gpus):
+def test_mp_spawn_refuses_more_processes_than_gpus_once(module, environ, monkeypatch):
     """Before it starts them, so that the error line is printed once."""
-    gpus(2, usable=True)
+    set_gpus(monkeypatch, 2, usable=True)
     with pytest.raises(SystemExit, match="error: .*more processes.*CUDA_VISIBLE_DEVICES="):
         module.spawn(3, None)
 
 
-def test_mnist_dp_refuses_gpus_that_this_pytorch_cannot_use(gpus):
-    gpus(2, usable=False)
+def test_mnist_dp_refuses_gpus_that_this_pytorch_cannot_use(environ, monkeypatch):
+    set_gpus(monkeypatch, 2, usable=False)
     with pytest.raises(SystemExit, match="error: .*cannot use.*CUDA_VISIBLE_DEVICES="):
         load_script("mnist_dp").pick_devices(None)

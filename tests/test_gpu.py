@@ -37,33 +37,33 @@ def learn(script, *more, nproc=1, **how):
     batch_size = details.batch_size
     if details.several_processes and nproc == 1:
         batch_size = 2 * batch_size
-    epochs = (nproc + 1) // 2
-    text = finish(script, "--epochs", epochs, "--batch-size", batch_size, *details.learn, *more,
-                  nproc=nproc, **how)
+    text = finish(script, "--epochs", (nproc + 1) // 2, "--batch-size", batch_size, *details.learn,
+                  *more, nproc=nproc, **how)
     accuracy = float(re.findall(r"test loss [\d.]+  accuracy ([\d.]+)", text)[-1])
     assert accuracy > details.least_accuracy, f"{script} has not learned on GPUs:\n{text}"
     return re.search(r"^.*\| torch .*", text, re.MULTILINE)[0]
 
 
 @pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "cpu_ddp"])
+@pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp"])
 def test_one_gpu(script, flags):
     header = learn(script, *flags, gpus=GPUS[:1])
-    expected = "GPUs [0]" if script == "mnist_dp" else "world size 1 on cuda"
-    assert expected in header, f"{script} trains on one GPU, but its header is {header}"
+    assert "world size 1 on cuda" in header, f"not one process on a GPU: {header}"
 
 
 @pytest.mark.parametrize("script, launcher", [
-    ("cifar10_ddp", "torchrun"), ("fashionmnist_ddp", "torchrun"), ("fashionmnist_ddp", "python"),
-    ("synthetic_ddp", "torchrun")])
+    ("cifar10_ddp", "torchrun"), ("fashionmnist_ddp", "python"), ("synthetic_ddp", "torchrun")])
 def test_a_process_for_each_gpu(script, launcher):
     """python starts them by mp.spawn."""
     header = learn(script, launcher=launcher, nproc=COUNT)
     assert f"world size {COUNT} on cuda" in header, f"{COUNT} processes, but: {header}"
 
 
-@pytest.mark.parametrize("flags, gpus", [(("--bf16",), list(range(COUNT))),
-                                         (("--device-ids", COUNT - 1), [COUNT - 1])])
+@pytest.mark.parametrize("flags, gpus", [
+    ((), list(range(COUNT))),
+    (("--bf16",), list(range(COUNT))),
+    (("--device-ids", COUNT - 1), [COUNT - 1]),
+])
 def test_data_parallel(flags, gpus):
     header = learn("mnist_dp", *flags)
     assert f"GPUs {gpus}," in header, f"mnist_dp {flags} must use the GPUs {gpus}, but: {header}"
@@ -130,11 +130,3 @@ def test_a_run_stopped_on_all_gpus_and_resumed_on_fewer_ends_near_the_whole_one(
         assert difference <= 0.3 * change, (
             f"{script}, stopped and resumed on {fewer} of {COUNT} GPUs: {name} differs by "
             f"{difference:.2g} from the whole run, which changes it by {change:.2g} meanwhile")
-
-
-def test_more_processes_than_gpus():
-    result = run("fashionmnist_ddp", "--fake-data", launcher="spawn", nproc=COUNT + 1,
-                 env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
-    assert result.status != 0, f"{COUNT + 1} processes on {COUNT} GPUs end with 0:\n{result.text}"
-    assert len(result.errors) == 1, f"one error line:\n{result.text}"
-    assert "GPUs" in result.errors[0], f"the error line does not name the GPUs:\n{result.text}"

@@ -1,8 +1,10 @@
-"""containers/kubernetes/: the manifests are rendered and run (see kubernetes_lab.py)."""
+"""containers/kubernetes/: the manifests are rendered, and run side by side (kubernetes_lab.py)."""
 
+import contextlib
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import kubernetes_lab as lab
@@ -35,7 +37,6 @@ def documents_of(manifest, changes=(), **variables):
 # --- render.sh and the manifests ---
 @pytest.mark.parametrize("variables, named", [
     ({"IMAGE_URI": ""}, "export IMAGE_URI"),
-    ({"CLAIM_NAME": ""}, "export CLAIM_NAME"),
     ({"CPU_PER_NODE": "500m"}, "CPU_PER_NODE=500m"),
 ])
 def test_a_mistake_is_named_and_nothing_is_written(variables, named):
@@ -58,7 +59,6 @@ def test_the_readme_explains_every_variable():
 @pytest.mark.parametrize("variables, processes, threads", [
     ({"CPU_PER_NODE": 4}, 4, 1),
     ({"CPU_PER_NODE": 32, "GPU_PER_NODE": 8}, 8, 4),
-    ({"CPU_PER_NODE": 4, "WORKERS_PER_NODE": 2}, 2, 2),
     ({"CPU_PER_NODE": 32, "GPU_PER_NODE": 8, "SCRIPT": "mnist_dp"}, 1, 32),
 ])
 def test_a_pod_has_a_process_per_gpu_or_cpu_which_share_its_cpus(variables, processes, threads):
@@ -67,30 +67,30 @@ def test_a_pod_has_a_process_per_gpu_or_cpu_which_share_its_cpus(variables, proc
     assert f'"OMP_NUM_THREADS", "value": "0{threads}"' in text, f"not {threads} threads:\n{text}"
 
 
-@pytest.mark.parametrize("script, saves", [
-    ("cifar10_ddp", True), ("mnist_dp", False), ("synthetic_ddp", False)])
+@pytest.mark.parametrize("script", ["cifar10_ddp", "mnist_dp", "synthetic_ddp"])
 @pytest.mark.parametrize("manifest", TEMPLATES)
-def test_a_template_runs_the_script_with_its_checkpoint_and_flags(manifest, script, saves):
+def test_a_template_runs_the_script_with_its_checkpoint_and_flags(manifest, script):
     text = json.dumps(documents_of(manifest, SCRIPT=script, ARGS="--seed=1"))
-    command = f"/workspace/{script}/train.py --checkpoint=/fsx/cifar10-ddp.pt --seed=1"
-    if not saves:
-        command = f"/workspace/{script}/train.py --seed=1"
+    checkpoint = "--checkpoint=/fsx/cifar10-ddp.pt " if script == "cifar10_ddp" else ""
+    command = f"/workspace/{script}/train.py {checkpoint}--seed=1"
     assert command in text.replace("  ", " "), f"{manifest} is to run {command}:\n{text}"
 
 
-def test_pods_are_restricted_and_have_shared_memory_and_time_to_save():
-    pods = [pod for manifest in MANIFESTS for document in documents_of(manifest)
-            for pod in lab.pods_of(document)]
-    assert len(pods) == 11, f"5 manifests with 2 pods each and etcd are to be checked: {pods}"
+RESTRICTED = {
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS)
+def test_pods_are_restricted_and_have_shared_memory_and_time_to_save(manifest):
+    pods = [pod for document in documents_of(manifest) for pod in lab.pods_of(document)]
     for name, pod, *_ in pods:
         (container,) = pod["containers"]
         security = {**pod["securityContext"], **container["securityContext"]}
-        assert security["runAsNonRoot"] is True, f"{name} may run as root"
-        profile = security["seccompProfile"]
-        assert profile == {"type": "RuntimeDefault"}, f"{name} has the seccomp profile {profile}"
-        assert security["allowPrivilegeEscalation"] is False, f"{name} may gain privileges"
-        dropped = security["capabilities"]
-        assert dropped == {"drop": ["ALL"]}, f"{name} is to drop all capabilities: {dropped}"
+        assert security == {**security, **RESTRICTED}, f"{name} is not restricted: {security}"
         if name == "etcd":
             continue
         paths = [mount["mountPath"] for mount in container["volumeMounts"]]
@@ -110,11 +110,26 @@ def test_the_service_gives_the_pods_of_a_job_their_names(manifest):
 
 
 # --- running, with the image of the Dockerfile ---
-@pytest.fixture
-def cluster(tmp_path):
-    cluster = lab.Cluster(tmp_path)
-    yield cluster
-    cluster.close()
+STORIES = {}
+
+
+def story(function):
+    STORIES[function.__name__] = function
+    return function
+
+
+@pytest.fixture(scope="module")
+def stories(request, tmp_path_factory):
+    """The stories (futures) of the chosen tests, side by side, each in a cluster of its own."""
+    chosen = {item.name for item in request.session.items}
+    lab.images()
+
+    def tell(name):
+        with contextlib.closing(lab.Cluster(tmp_path_factory.mktemp(name))) as cluster:
+            STORIES[name](cluster)
+
+    with ThreadPoolExecutor(4) as pool:
+        yield {name: pool.submit(tell, name) for name in STORIES if f"test_story[{name}]" in chosen}
 
 
 class Start(NamedTuple):
@@ -156,39 +171,15 @@ def next_start(cluster, pods, processes=2):
     return starts_of(pods)[-2:]
 
 
-def test_the_job_completes(cluster):
-    pods = cluster.apply(documents_of("job.yaml", [("--epochs=200", "--epochs=40")]))
-    cluster.wait_completed(pods)
-    worlds = [start.processes for start in starts_of(pods)]
-    assert worlds == [4], f"2 pods of 2 processes are to train once: {worlds}\n{cluster.logs()}"
-    assert_learned(cluster, pods)
+LONG = [("--epochs=200", "--epochs=20000 --save-every=0.002")]
+DISTURBED = "--epochs=120 --save-every=0.002"
+BRIEFLY = [('"300"', '"5"')]  # for how long the pods of a PyTorchJob wait for others
 
 
-LONG = [("--epochs=200", "--epochs=20000 --save-every=0.002"),
-        ("--nproc-per-node=2", "--nproc-per-node=1")]
-
-
-def test_the_job_survives_losses_and_starts_over_only_after_that_of_pod_0(cluster):
-    pods = cluster.apply(documents_of("job.yaml", LONG))
-    next_start(cluster, pods)
-    pods[1].kill_worker()
-    before, after = next_start(cluster, pods)
-    assert after.first >= before.saved > 0, f"lost worker: {before} {after}\n{cluster.logs()}"
-    failures = [pod.failures for pod in pods]
-    assert failures == [0, 0], f"a lost worker is to fail no pod: {failures}\n{cluster.logs()}"
-    pods[1].stop("KILL")
-    before, after = next_start(cluster, pods)
-    assert after.first >= before.saved, f"lost pod 1: {before} {after}\n{cluster.logs()}"
-    failures = [pod.failures for pod in pods]
-    assert failures == [0, 1], f"lost pod 1 is to fail no other: {failures}\n{cluster.logs()}"
-    pods[0].stop("KILL")
-    _, after = next_start(cluster, pods)
-    assert after.first == 0, f"without a claim, pod 0 starts over: {after}\n{cluster.logs()}"
-
-
-def test_the_job_with_a_claim_saves_when_it_is_stopped_and_resumes_without_pod_0(cluster, tmp_path):
-    flags = "--epochs=250 --save-every=0.002"
-    pods = cluster.apply(documents_of("job.yaml-template", ARGS=flags))
+@story
+def job_with_a_claim(cluster):
+    """It saves when it is stopped, and resumes without pod 0."""
+    pods = cluster.apply(documents_of("job.yaml-template", ARGS=DISTURBED))
     next_start(cluster, pods)
     for pod in reversed(pods):  # as kubectl drain does. Without pod 0, pod 1 would fail
         pod.stop("TERM")
@@ -198,14 +189,64 @@ def test_the_job_with_a_claim_saves_when_it_is_stopped_and_resumes_without_pod_0
     before, after = next_start(cluster, pods)
     assert after.first >= before.saved, f"lost pod 0: {before} {after}\n{cluster.logs()}"
     cluster.wait_completed(pods)
-    undisturbed = tmp_path / "undisturbed.pt"
+    undisturbed = cluster.folder / "undisturbed.pt"
     lab.sh(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-           ROOT / "cpu_ddp/train.py", "--epochs=250", "--checkpoint", undisturbed, timeout=240)
+           ROOT / "cpu_ddp/train.py", "--epochs=120", "--checkpoint", undisturbed, timeout=240)
     change = difference(cluster.claim / "cpu-ddp.pt", undisturbed)
     assert change == 0, f"weights differ from those of a run without losses by {change}"
 
 
-def test_a_job_that_cannot_work_explains_itself_and_fails(cluster):
+@story
+def job_survives_losses_and_starts_over_only_after_that_of_pod_0(cluster):
+    pods = cluster.apply(documents_of("job.yaml", LONG))
+    next_start(cluster, pods, 4)
+    pods[1].kill_worker()
+    before, after = next_start(cluster, pods, 4)
+    assert after.first >= before.saved > 0, f"lost worker: {before} {after}\n{cluster.logs()}"
+    failures = [pod.failures for pod in pods]
+    assert failures == [0, 0], f"a lost worker is to fail no pod: {failures}\n{cluster.logs()}"
+    pods[1].stop("KILL")
+    before, after = next_start(cluster, pods, 4)
+    assert after.first >= before.saved, f"lost pod 1: {before} {after}\n{cluster.logs()}"
+    failures = [pod.failures for pod in pods]
+    assert failures == [0, 1], f"lost pod 1 is to fail no other: {failures}\n{cluster.logs()}"
+    pods[0].stop("KILL")
+    _, after = next_start(cluster, pods, 4)
+    assert after.first == 0, f"without a claim, pod 0 starts over: {after}\n{cluster.logs()}"
+
+
+@story
+def pytorchjob_goes_on_without_a_lost_pod(cluster):
+    pods = cluster.apply(documents_of("pytorchjob.yaml-template", BRIEFLY, ARGS=DISTURBED))
+    next_start(cluster, pods[:1])
+    pods[1].stop("TERM")
+    pods[1].start()
+    next_start(cluster, pods[:1])
+    pods[1].stop("KILL")
+    assert_goes_on(cluster, pods[0])
+
+
+@story
+def with_etcd_any_pod_may_be_lost(cluster):
+    cluster.apply(documents_of("etcd.yaml"))
+    pods = cluster.apply(documents_of("pytorchjob-etcd.yaml-template", BRIEFLY, ARGS=DISTURBED))
+    next_start(cluster, pods)
+    pods[0].stop("KILL")
+    assert_goes_on(cluster, pods[1])
+
+
+def assert_goes_on(cluster, pod):
+    """This pod completes the training alone, without a restart."""
+    cluster.wait_completed([pod])
+    last = starts_of([pod])[-1]
+    assert last.processes == 1, f"one of two pods is to remain:\n{cluster.logs()}"
+    assert last.first > 0, f"it is to resume:\n{cluster.logs()}"
+    assert pod.restarts == 0, f"the other pod is not to restart:\n{cluster.logs()}"
+    assert_learned(cluster, [pod])
+
+
+@story
+def job_that_cannot_work_explains_itself_and_fails(cluster):
     changes = [("--max-restarts=3", "--max-restarts=0"),  # sooner
                ("backoffLimitPerIndex: 3", "backoffLimitPerIndex: 1")]
     pods = cluster.apply(documents_of("job.yaml-template", changes, ARGS="--bogus"))
@@ -215,46 +256,18 @@ def test_a_job_that_cannot_work_explains_itself_and_fails(cluster):
     assert "unrecognized arguments: --bogus" in log, f"the log does not name the mistake:\n{log}"
 
 
-@pytest.mark.parametrize("manifest, script, start", [
-    ("job.yaml-template", "mnist_dp", "GPUs none, threads 1 "),
-    ("trainjob.yaml-template", "fashionmnist_ddp", "world size 2 on cpu, threads 1 "),
-])
-def test_other_scripts_and_a_trainjob_train(cluster, manifest, script, start):
+@story
+def trainjob_trains(cluster):
     flags = "--fake-data --epochs=1"
-    pods = cluster.apply(documents_of(manifest, SCRIPT=script, ARGS=flags))
+    pods = cluster.apply(documents_of("trainjob.yaml-template", SCRIPT="fashionmnist_ddp",
+                                      ARGS=flags))
     cluster.wait_completed(pods)
     log = pods[0].log.read_text()
+    start = "world size 2 on cpu, threads 1 "
     assert start in log, f"not the processes and threads of the manifest, {start}:\n{log}"
-    assert "test loss" in log, f"{script} is to train and test:\n{cluster.logs()}"
+    assert "test loss" in log, f"it is to train and test:\n{cluster.logs()}"
 
 
-BRIEFLY = [('"300"', '"5"')]  # for how long the pods of a PyTorchJob wait for others
-
-
-def test_a_pytorchjob_goes_on_without_a_lost_pod(cluster):
-    flags = "--epochs=250 --save-every=0.002"
-    pods = cluster.apply(documents_of("pytorchjob.yaml-template", BRIEFLY, ARGS=flags))
-    next_start(cluster, pods[:1])
-    pods[1].stop("TERM")
-    pods[1].start()
-    next_start(cluster, pods[:1])
-    pods[1].stop("KILL")
-    cluster.wait_completed(pods[:1])
-    last = starts_of(pods[:1])[-1]
-    assert last.processes == 1, f"one of two pods is to remain:\n{cluster.logs()}"
-    assert last.first > 0, f"it is to resume:\n{cluster.logs()}"
-    assert pods[0].restarts == 0, f"the other pod is not to restart:\n{cluster.logs()}"
-    assert_learned(cluster, pods[:1])
-
-
-def test_with_etcd_any_pod_may_be_lost(cluster):
-    cluster.apply(documents_of("etcd.yaml"))
-    flags = "--epochs=250 --save-every=0.002"
-    pods = cluster.apply(documents_of("pytorchjob-etcd.yaml-template", BRIEFLY, ARGS=flags))
-    next_start(cluster, pods)
-    pods[0].stop("KILL")
-    cluster.wait_completed(pods[1:])
-    worlds = [start.processes for start in starts_of(pods)]
-    assert worlds == [2, 1], f"2 processes, then 1, are to train, not {worlds}\n{cluster.logs()}"
-    assert pods[1].restarts == 0, f"the other pod has restarted:\n{cluster.logs()}"
-    assert_learned(cluster, pods)
+@pytest.mark.parametrize("name", STORIES)
+def test_story(stories, name):
+    stories[name].result(timeout=900)
