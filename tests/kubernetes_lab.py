@@ -1,13 +1,10 @@
 """Runs Kubernetes manifests without a cluster: each pod is a container in a network namespace.
 
-podman and ip take the part of Kubernetes and of Kubeflow's operators. Pods have addresses and
-names, and start with the manifest's user, command, limits and volumes and with the variables of
-Kubernetes or the operator. A failed pod of a Job is replaced until its limit, sooner than by
-Kubernetes: after 2 s, 4 s, 8 s. The containers of operators' pods restart at once, without limit.
+podman and ip take the part of Kubernetes and of Kubeflow's operators. A failed pod of a Job is
+replaced until its limit, after 2 s, 4 s, 8 s. The containers of operators' pods restart at once.
 
 The image is built from containers/Dockerfile on a Debian base, which borrows torch from the
-environment of the tests. The official images of PyTorch and etcd are too large to download: the
-same base, with Debian's etcd, takes their place.
+environment of the tests, and which takes the place of the official images of PyTorch and etcd.
 """
 
 import atexit
@@ -19,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -43,7 +39,7 @@ def sh(*command, timeout=60, **options):
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, **options)
     output = done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.returncode == 0, f"{' '.join(words)} failed:\n{output}"
+    assert done.returncode == 0, f"{words} failed:\n{output}"
     return done.stdout
 
 
@@ -57,6 +53,20 @@ def missing():
 
 
 # --- images ---
+MAKE_BASE_IMAGE = r"""
+podman image exists "$1" && exit
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+packages=python3,python3-pip,python-is-python3,ca-certificates
+debootstrap --variant=minbase --include=$packages "$0" "$folder"
+echo /opt/borrowed >"$folder"/usr/lib/python3/dist-packages/borrowed.pth
+torchrun=$folder/usr/local/bin/torchrun
+printf '#!/usr/bin/python3\nfrom torch.distributed.run import main\nmain()\n' >"$torchrun"
+chmod 755 "$torchrun"
+tar -C "$folder" --exclude=./var/cache/apt -c . | podman import -q - "$1"
+"""
+
+
 @functools.cache
 def images():
     """Build containers/Dockerfile, once. Return podman's arguments by the name of an image."""
@@ -79,28 +89,12 @@ def base_image():
     """Return the name of a Debian image with Python, pip and torchrun, made once per machine."""
     suite = DEBIAN_OF_PYTHON[sys.version_info[:2]]
     name = f"localhost/ddp-tests-base:{suite}-2"
-    exists = subprocess.run(["podman", "image", "exists", name])
-    if exists.returncode == 0:
-        return name
-    with tempfile.TemporaryDirectory() as folder:
-        packages = "python3,python3-pip,python-is-python3,ca-certificates"
-        sh("debootstrap", "--variant=minbase", f"--include={packages}", suite, folder, timeout=400)
-        borrowed = Path(folder, "usr/lib/python3/dist-packages/borrowed.pth")
-        borrowed.write_text("/opt/borrowed\n")
-        torchrun = Path(folder, "usr/local/bin/torchrun")
-        torchrun.write_text("#!/usr/bin/python3\n"
-                            "from torch.distributed.run import main\n"
-                            "main()\n")
-        torchrun.chmod(0o755)
-        archive = Path(folder, "image.tar")
-        sh("tar", "-C", folder, "--exclude=./var/cache/apt", "--exclude=./image.tar",
-           "-cf", archive, ".", timeout=200)
-        sh("podman", "import", "-q", archive, name, timeout=200)
+    sh("bash", "-euo", "pipefail", "-c", MAKE_BASE_IMAGE, suite, name, timeout=600)
     return name
 
 
 def podman_run(*options):
-    """Return the command that runs a container, also on a machine without systemd."""
+    """Return the command of a container, also on a machine without systemd."""
     return ["podman", "--runtime", "runc", "run", "--volume", BORROWED,
             "--ulimit", "nofile=20000:20000", "--ulimit", "nproc=30000:30000", *options]
 
@@ -115,15 +109,12 @@ def render(template, **variables):
 
 
 def parse(yaml):
-    """Return the documents of a YAML text. yq reads them: the project imports no YAML package."""
+    """Return the documents of a YAML text."""
     return json.loads(sh("yq", "--slurp", ".", input=yaml))
 
 
 def pods_of(document):
-    """Return a list of the pods that Kubernetes or an operator makes of a document.
-
-    Each is a tuple: its name, its spec, its variables, how many of its failures a Job accepts.
-    """
+    """Return the pods that Kubernetes or an operator makes of a document, as arguments of Pod."""
     kind = document["kind"]
     name = document["metadata"]["name"]
     spec = document["spec"]
@@ -190,6 +181,7 @@ class Pod:
     """A container in a network namespace. start() makes a new one, as on another node."""
 
     def __init__(self, cluster, name, spec, variables, limit):
+        """limit: how many failures a Job accepts; None for other pods."""
         self.cluster = cluster
         self.name = name
         self.spec = spec
@@ -206,16 +198,14 @@ class Pod:
 
     def start(self):
         self.namespace, self.address = self.cluster.connect(self.dns)
-        self.run()
+        self.start_container()
 
-    def run(self):
-        """Start its container."""
+    def start_container(self):
         self.container = f"{self.namespace}-{self.restarts}"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
 
     def command(self):
-        """Return the podman command of the container."""
         (container,) = self.spec["containers"]
         security = self.spec["securityContext"]
         limits = container["resources"]["limits"]
@@ -264,7 +254,7 @@ class Pod:
         if self.limit is None:
             if self.address:
                 self.restarts += 1
-                self.run()
+                self.start_container()
         elif self.replacement is None:
             self.cluster.disconnect(self)
             self.replacement = time.monotonic() + BACKOFF * 2 ** self.failures

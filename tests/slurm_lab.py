@@ -1,8 +1,7 @@
-"""A real Slurm cluster on one machine: a head (controller, login) and nodes.
+"""A real Slurm cluster on one machine: a head (controller, login) and nodes, in namespaces.
 
-Each is in network, UTS, mount, IPC and PID namespaces of its own. The commands that
-slurm/install-slurm.sh prints install Slurm on them. The machine's own network, Slurm and /etc stay
-untouched. The kernel ends every process of the lab when the test run ends, however it ends.
+The commands that slurm/install-slurm.sh prints install Slurm on them. The machine's own network,
+Slurm and /etc stay untouched. The kernel ends every process of the lab when the test run ends.
 """
 
 import contextlib
@@ -114,8 +113,8 @@ class Machine:
         raise RuntimeError(f"{self.name} does not boot:\n{(self.own / 'console.log').read_text()}")
 
     def ip(self, arguments):
-        command = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", *arguments.split()]
-        subprocess.run(command, check=True, timeout=30)
+        subprocess.run(f"nsenter --net=/proc/{self.pid}/ns/net ip {arguments}".split(), check=True,
+                       timeout=30)
 
     def cut(self):
         """Pull the network cable: no other machine is notified."""
@@ -128,10 +127,9 @@ class Machine:
 
     def exec(self, command, timeout=30, check=True, env=None, cwd="/"):
         """Run a shell command on this machine and return its output, stderr included."""
-        environment = {}
-        for name, value in {**os.environ, **(env or {})}.items():
-            if name in (env or {}) or not name.startswith(("SLURM", "SBATCH", "SRUN")):
-                environment[name] = str(value)
+        environment = {name: value for name, value in os.environ.items()
+                       if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
+        environment |= {name: str(value) for name, value in (env or {}).items()}
         done = subprocess.run(
             ["nsenter", "--target", str(self.pid), *NAMESPACES,
              "timeout", "--kill-after=5", str(timeout),
@@ -173,21 +171,16 @@ class Lab(Network):
     """The machines, and Slurm on them. Nodes have two cores, the last one has one."""
 
     settings = {
-        # Accept more CPUs and memory than there are.
-        "SlurmdParameters": "config_overrides",
-        # As many sites have it.
-        "TaskPlugin": "task/affinity",
+        "SlurmdParameters": "config_overrides",  # more CPUs and memory than there are
+        "TaskPlugin": "task/affinity",  # as many sites have it
         "LaunchParameters": "use_interactive_step",
-        # cgroups v2 require a systemd per node.
-        "ProctrackType": "proctrack/linuxproc",
+        "ProctrackType": "proctrack/linuxproc",  # cgroups v2 require a systemd per node
         "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
-        # A lost node is down sooner, and what hangs is killed sooner.
-        "SlurmdTimeout": "5",
-        "KillWait": "15",
-        # A requeued job waits 7 s, not 121.
-        "AuthInfo": "cred_expire=5",
-        # Ended jobs stay visible.
-        "MinJobAge": "3600",
+        "SlurmdTimeout": "5",  # a lost node is down sooner
+        "KillWait": "15",  # what hangs is killed sooner
+        "AuthInfo": "cred_expire=5",  # a requeued job waits 7 s, not 121
+        "JobRequeue": "0",  # unless a job requests it
+        "MinJobAge": "3600",  # ended jobs stay visible
     }
     partitions = (
         "main Nodes=ALL Default=YES DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE GraceTime=25",
@@ -207,10 +200,7 @@ class Lab(Network):
         self.head.exec('until [ "$(sinfo -hNo %t | sort -u)" = idle ]; do sleep 0.1; done', 60)
 
     def _install(self):
-        """Run what install-slurm.sh prints, with edited files.
-
-        Waits are shorter, and nodes have more hardware than there is: tests train small models.
-        """
+        """Run what install-slurm.sh prints, with shorter waits, and more hardware than there is."""
         etc = self.root / "my cluster"
         command = ["bash", INSTALL, "--out", etc, "--controller", f"head={self.addresses['head']}"]
         for name in self.nodes:

@@ -110,34 +110,10 @@ def test_the_service_gives_the_pods_of_a_job_their_names(manifest):
 
 
 # --- running, with the image of the Dockerfile ---
-STORIES = {}
-
-
-def story(function):
-    STORIES[function.__name__] = function
-    return function
-
-
-@pytest.fixture(scope="module")
-def stories(request, tmp_path_factory):
-    """The stories (futures) of the chosen tests, side by side, each in a cluster of its own."""
-    chosen = {item.name for item in request.session.items}
-    lab.images()
-
-    def tell(name):
-        with contextlib.closing(lab.Cluster(tmp_path_factory.mktemp(name))) as cluster:
-            STORIES[name](cluster)
-
-    with ThreadPoolExecutor(4) as pool:
-        yield {name: pool.submit(tell, name) for name in STORIES if f"test_story[{name}]" in chosen}
-
-
 class Start(NamedTuple):
-    """What the first line of a training says, and its last saved step, or 0."""
-
     processes: int
-    first: int
-    saved: int
+    first: int  # step
+    saved: int  # step, or 0
 
 
 def starts_of(pods):
@@ -171,12 +147,10 @@ def next_start(cluster, pods, processes=2):
     return starts_of(pods)[-2:]
 
 
-LONG = [("--epochs=200", "--epochs=20000 --save-every=0.002")]
 DISTURBED = "--epochs=120 --save-every=0.002"
 BRIEFLY = [('"300"', '"5"')]  # for how long the pods of a PyTorchJob wait for others
 
 
-@story
 def job_with_a_claim(cluster):
     """It saves when it is stopped, and resumes without pod 0."""
     pods = cluster.apply(documents_of("job.yaml-template", ARGS=DISTURBED))
@@ -196,9 +170,10 @@ def job_with_a_claim(cluster):
     assert change == 0, f"weights differ from those of a run without losses by {change}"
 
 
-@story
-def job_survives_losses_and_starts_over_only_after_that_of_pod_0(cluster):
-    pods = cluster.apply(documents_of("job.yaml", LONG))
+def job_without_a_claim(cluster):
+    """It survives losses, and starts over only after that of pod 0."""
+    pods = cluster.apply(documents_of("job.yaml", [
+        ("--epochs=200", "--epochs=20000 --save-every=0.002")]))
     next_start(cluster, pods, 4)
     pods[1].kill_worker()
     before, after = next_start(cluster, pods, 4)
@@ -215,7 +190,6 @@ def job_survives_losses_and_starts_over_only_after_that_of_pod_0(cluster):
     assert after.first == 0, f"without a claim, pod 0 starts over: {after}\n{cluster.logs()}"
 
 
-@story
 def pytorchjob_goes_on_without_a_lost_pod(cluster):
     pods = cluster.apply(documents_of("pytorchjob.yaml-template", BRIEFLY, ARGS=DISTURBED))
     next_start(cluster, pods[:1])
@@ -226,7 +200,6 @@ def pytorchjob_goes_on_without_a_lost_pod(cluster):
     assert_goes_on(cluster, pods[0])
 
 
-@story
 def with_etcd_any_pod_may_be_lost(cluster):
     cluster.apply(documents_of("etcd.yaml"))
     pods = cluster.apply(documents_of("pytorchjob-etcd.yaml-template", BRIEFLY, ARGS=DISTURBED))
@@ -245,7 +218,6 @@ def assert_goes_on(cluster, pod):
     assert_learned(cluster, [pod])
 
 
-@story
 def job_that_cannot_work_explains_itself_and_fails(cluster):
     changes = [("--max-restarts=3", "--max-restarts=0"),  # sooner
                ("backoffLimitPerIndex: 3", "backoffLimitPerIndex: 1")]
@@ -256,7 +228,6 @@ def job_that_cannot_work_explains_itself_and_fails(cluster):
     assert "unrecognized arguments: --bogus" in log, f"the log does not name the mistake:\n{log}"
 
 
-@story
 def trainjob_trains(cluster):
     flags = "--fake-data --epochs=1"
     pods = cluster.apply(documents_of("trainjob.yaml-template", SCRIPT="fashionmnist_ddp",
@@ -266,6 +237,27 @@ def trainjob_trains(cluster):
     start = "world size 2 on cpu, threads 1 "
     assert start in log, f"not the processes and threads of the manifest, {start}:\n{log}"
     assert "test loss" in log, f"it is to train and test:\n{cluster.logs()}"
+
+
+STORIES = {function.__name__: function for function in (
+    job_with_a_claim, job_without_a_claim, pytorchjob_goes_on_without_a_lost_pod,
+    with_etcd_any_pod_may_be_lost, job_that_cannot_work_explains_itself_and_fails,
+    trainjob_trains)}
+
+
+@pytest.fixture(scope="module")
+def stories(request, tmp_path_factory):
+    """The stories (futures) of the chosen tests, side by side, each in a cluster of its own."""
+    chosen = {item.name for item in request.session.items}
+    lab.images()
+
+    def tell(name, folder):
+        with contextlib.closing(lab.Cluster(folder)) as cluster:
+            STORIES[name](cluster)
+
+    with ThreadPoolExecutor(4) as pool:
+        yield {name: pool.submit(tell, name, tmp_path_factory.mktemp(name))
+               for name in STORIES if f"test_story[{name}]" in chosen}
 
 
 @pytest.mark.parametrize("name", STORIES)
