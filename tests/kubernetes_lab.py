@@ -324,7 +324,7 @@ class Cluster:
         """Start all pods of the documents and return them."""
         return [Pod(self, *pod) for document in documents for pod in pods_of(document)]
 
-    def wait_until(self, condition, timeout=240):
+    def wait_until(self, condition, timeout=400):
         """Tend the pods until condition() is true."""
         end = time.monotonic() + timeout
         while not condition():

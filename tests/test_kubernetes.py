@@ -104,9 +104,11 @@ def test_pods_are_restricted_and_have_shared_memory_and_time_to_save(manifest):
 @pytest.mark.parametrize("manifest", ["job.yaml", "job.yaml-template"])
 def test_the_service_gives_the_pods_of_a_job_their_names(manifest):
     service, job = documents_of(manifest)
-    selector = {"job-name": job["metadata"]["name"]}
-    assert service["spec"] == {"clusterIP": "None", "selector": selector}, service
-    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"], service
+    selected = {"clusterIP": "None", "selector": {"job-name": job["metadata"]["name"]}}
+    assert service["spec"] == selected, f"the Service selects not the pods of the Job: {service}"
+    name = service["metadata"]["name"]
+    subdomain = job["spec"]["template"]["spec"]["subdomain"]
+    assert name == subdomain, f"pods are in the subdomain {subdomain}, their Service is {name}"
 
 
 # --- running, with the image of the Dockerfile ---
