@@ -257,7 +257,7 @@ def stories(request, tmp_path_factory):
         with contextlib.closing(lab.Cluster(folder)) as cluster:
             STORIES[name](cluster)
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         yield {name: pool.submit(tell, name, tmp_path_factory.mktemp(name))
                for name in STORIES if f"test_story[{name}]" in chosen}
 
