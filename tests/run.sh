@@ -14,7 +14,7 @@
 # usage: [VENV=DIR] bash tests/run.sh [--all] [pytest arguments]
 #        bash tests/run.sh tests/test_smoke.py -k cifar10
 #        bash tests/run.sh -k 'settings and cpu_ddp'
-#        bash tests/run.sh tests/test_settings.py::test_the_global_batch_of_the_first_start_stays
+#        bash tests/run.sh tests/test_kills.py::test_workers_of_a_killed_torchrun_save_and_end
 #
 # Without VENV, slurm/create-venv.sh makes or updates .venv first.
 set -euo pipefail
