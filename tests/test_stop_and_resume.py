@@ -150,7 +150,7 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(disturbed):
         f"print one line {line!r}, if it has a test set\n{resumed}")
 
 
-def test_a_resumed_run_has_the_weights_of_an_undisturbed_run(disturbed):
+def test_a_resumed_run_has_the_undisturbed_weights(disturbed):
     life = disturbed.lives["end"]
     header = f"steps {disturbed.lives['SIGHUP'].saved} to 18\n"
     assert header in life.text, (
