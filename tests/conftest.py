@@ -19,8 +19,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport():
     """With NO_SKIPS=1 (.ci/run), a skipped test has failed, unless it requires a GPU."""
-    outcome = yield
-    report = outcome.get_result()
+    report = (yield).get_result()
     if os.environ.get("NO_SKIPS") and report.skipped and "GPU" not in str(report.longrepr):
         report.outcome = "failed"
         report.longrepr = f"may not be skipped here: {report.longrepr}"

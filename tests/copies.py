@@ -18,8 +18,8 @@ def make_copy(script, path, *edits):
     """
     text = script_path(script).read_text()
     for place, code in edits:
-        change = edit_statement if place else edit_definitions
-        text = change(text, place, textwrap.dedent(code).strip("\n") + "\n")
+        code = textwrap.dedent(code).strip("\n") + "\n"
+        text = edit_statement(text, place, code) if place else edit_definitions(text, code)
     Path(path).write_text(text)
     return path
 
@@ -43,7 +43,7 @@ def edit_statement(text, place, code):
     return "".join(lines)
 
 
-def edit_definitions(text, _, code):
+def edit_definitions(text, code):
     for name, new in definitions(code).items():
         old = definitions(text).get(name)
         if old:

@@ -4,8 +4,8 @@
 
 usage: python tests/copy_functions.py SCRIPT        for example fashionmnist_ddp
 
-A shared function is one that several scripts have, but for those in EDITED. Edit it in one script,
-then run this. tests/test_repository.py fails while two copies differ.
+Edit a function that several scripts have in one of them, then run this. test_repository.py fails
+while two copies differ.
 """
 import ast
 import sys

@@ -1,4 +1,4 @@
-"""Call the functions of a script in this process, or in forked ones, which start at once."""
+"""Call the functions of a script in this process, or train in forked ones, which start at once."""
 
 import importlib.util
 import os
@@ -8,8 +8,10 @@ import tempfile
 import time
 
 import torch
+from checkpoints import load_checkpoint
 from processes import clean_environment, free_port
 from scripts import script_path
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def load_script(script):
@@ -55,7 +57,7 @@ def fork(nproc, function, timeout=120):
 
 
 def no_setup(module, rank):
-    """Change nothing in the script."""
+    """Change nothing: for train()."""
 
 
 def train(script, *flags, nproc=1, setup=no_setup):
@@ -82,6 +84,43 @@ def train(script, *flags, nproc=1, setup=no_setup):
     return fork(nproc, call)
 
 
+def finish(script, *flags, nproc, setup=no_setup):
+    """Train to the end, and return for each rank what setup has returned."""
+    results = train(script, *flags, nproc=nproc, setup=setup)
+    statuses = [status for _, status, _ in results]
+    assert statuses == [0] * nproc, f"the run did not end well: {statuses} of {script} {flags}"
+    return [result for result, _, _ in results]
+
+
+def stop(script, *flags, nproc, after, setup=no_setup):
+    """Train until a signal stops the run after this step. The last flag is the checkpoint."""
+    def setup_and_stop(module, rank):
+        setup(module, rank)
+        module.CHECK_EVERY = 1
+        if rank == 0:
+            signal_after(after - 1)
+
+    train(script, *flags, nproc=nproc, setup=setup_and_stop)
+    step = load_checkpoint(flags[-1])["step"]
+    assert step == after, f"a signal before step {after} has stopped the run after step {step}"
+
+
+def signal_after(number, signum=signal.SIGTERM):
+    """Let this process get a signal when it has computed so many steps: at least 1."""
+    at_step(lambda count: count == number and os.kill(os.getpid(), signum))
+
+
+def at_step(function):
+    """Call function(count) after each step of an optimizer in this process."""
+    steps = []
+
+    def after_step(*_):
+        steps.append(True)
+        function(len(steps))
+
+    register_optimizer_step_post_hook(after_step)
+
+
 def watch(place, name, see):
     """Replace a function of an object by one that calls see(*arguments) before it."""
     function = getattr(place, name)
@@ -91,8 +130,3 @@ def watch(place, name, see):
         return function(*arguments, **options)
 
     setattr(place, name, watched)
-
-
-def redirect(stream, path):
-    """Write what this process prints to "stdout" or "stderr" to a file, line by line."""
-    setattr(sys, stream, open(path, "w", buffering=1))

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import functions
 import torch
 from functions import train, watch
-from scripts import script_path
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import get_worker_info
 from torchvision.transforms.v2.functional import to_pil_image
 
 CLASSES = ["cat", "dog"]
@@ -47,22 +47,10 @@ def part_and_label(image):
     return part, label
 
 
-def edited_copy(folder, *edits):
-    """Write a copy of cifar10_ddp to folder, edited by pairs (old text, new text). Return it."""
-    text = script_path("cifar10_ddp").read_text()
-    for old, new in edits:
-        count = text.count(old)
-        assert count == 1, f"cifar10_ddp has this text {count} times, but a copy edits it:\n{old}"
-        text = text.replace(old, new)
-    path = Path(folder) / "train.py"
-    path.write_text(text)
-    return path
-
-
 class Read(NamedTuple):
     """A process has read an image."""
     rank: int
-    pid: int
+    loader: int  # the loader process that has read it, or 0
     epoch: int
     train_set: int
     index: int
@@ -86,22 +74,19 @@ def run(script, folder, *flags, nproc=1, prepare=nothing, at_step=nothing):
     at_step(step) is called after each step.
     """
     log, reads = folder / "log", folder / "reads"
-    trainers = folder / "trainers"
+    reads.touch()
 
     def setup(module, rank):
         sys.modules["script"] = module  # pickle finds no module with a dot in its name
         module.read_image.__module__ = "script"
         print_to(log)
-        append(trainers, os.getpid())
-        steps = []
 
-        def after_step(*_):
-            steps.append(True)
-            at_step(len(steps))
+        def write_read(data, key):
+            with open(reads, "a") as file:
+                print(rank, os.getpid() if get_worker_info() else 0, *map(int, key[1:]), file=file)
 
-        watch(module.SeededData, "__getitem__",
-              lambda data, key: append(reads, rank, os.getpid(), *key[1:]))
-        register_optimizer_step_post_hook(after_step)
+        watch(module.SeededData, "__getitem__", write_read)
+        functions.at_step(at_step)
         prepare(module, rank)
 
     statuses, error = [], ""
@@ -109,26 +94,16 @@ def run(script, folder, *flags, nproc=1, prepare=nothing, at_step=nothing):
         statuses = [code for _, code, _ in train(script, *TINY, *flags, nproc=nproc, setup=setup)]
     except (AssertionError, ProcessExitedException, ProcessRaisedException) as failure:
         error = str(failure)
-    found = [Read(*numbers) for numbers in lines(reads)]
-    loaders = {read.pid for read in found}.difference(*lines(trainers))
-    left = left_after(20, lambda: living(loaders))
+    found = [Read(*map(int, line.split())) for line in reads.read_text().splitlines()]
+    loaders = {read.loader for read in found} - {0}
+    load = os.getloadavg()[0] / os.cpu_count()  # where others use the cores, it takes longer
+    end = time.monotonic() + 20 * max(1, load)
+    while living(loaders) and time.monotonic() < end:
+        time.sleep(0.1)
+    left = living(loaders)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     return Run(statuses, f"{log.read_text()}{error}\n{statuses}\n", found, left)
-
-
-def append(path, *numbers):
-    """Append a line of integers to a file, in one write."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(file, f"{' '.join(str(int(number)) for number in numbers)}\n".encode())
-    os.close(file)
-
-
-def lines(path):
-    """Return the lines of such a file as lists of integers."""
-    if not path.exists():
-        return []
-    return [[int(number) for number in line.split()] for line in path.read_text().splitlines()]
 
 
 def print_to(path):
@@ -151,15 +126,3 @@ def living(pids):
         if state not in "ZX":  # a zombie has ended
             found.append(pid)
     return found
-
-
-def left_after(seconds, find):
-    """Return the processes that find() still finds after so long, or none as soon as it does.
-
-    Where other programs use all cores, a process gets its share of them, and it takes longer.
-    """
-    load = os.getloadavg()[0] / os.cpu_count()
-    end = time.monotonic() + seconds * max(1, load)
-    while find() and time.monotonic() < end:
-        time.sleep(0.1)
-    return find()

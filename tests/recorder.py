@@ -9,12 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functions import no_setup
-from stopped_runs import finish
+from functions import finish, no_setup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
-from torch.utils.data import TensorDataset
 
 
 def output_of(script, *flags, nproc, setup=no_setup):
@@ -25,9 +23,9 @@ def output_of(script, *flags, nproc, setup=no_setup):
             return setup(module, rank)
 
         results = finish(script, *flags, nproc=nproc, setup=print_to_files)
-        first, *others = (Path(f"{folder}/{rank}").read_text() for rank in range(nproc))
+        first_rank, *others = (Path(f"{folder}/{rank}").read_text() for rank in range(nproc))
     assert not any(others), f"{script}: only rank 0 prints, but the others have printed: {others}"
-    return results, first
+    return results, first_rank
 
 
 class Part(NamedTuple):
@@ -49,10 +47,11 @@ class Recorder:
     def __init__(self, module, rank):
         self.steps = []  # for each step, its list of Parts
         self.gradients = []  # for each step, those with which it is made, as one vector
+        self.rates = []  # for each step, the learning rates of the optimizer's groups
         self.evaluations = []  # for each evaluation, its list of Parts
         self.parts = []  # of this step
-        self.loss_name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
-        self.replace(module, self.loss_name, self.call_loss)
+        loss_name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
+        self.replace(module, loss_name, self.call_loss)
         self.replace(module, "evaluate", self.call_evaluate)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
@@ -86,13 +85,15 @@ class Recorder:
     def before_step(self, optimizer, *_):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.gradients.append(flat([parameter.grad for parameter in parameters]))
+        self.rates.append([group["lr"] for group in optimizer.param_groups])
 
     def after_step(self, *_):
         self.steps.append(self.parts)
         self.parts = []
 
     def __getstate__(self):
-        return {name: getattr(self, name) for name in ("steps", "gradients", "evaluations")}
+        names = ("steps", "gradients", "rates", "evaluations")
+        return {name: getattr(self, name) for name in names}
 
 
 def first(result):
@@ -102,20 +103,6 @@ def first(result):
 
 def flat(tensors):
     return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
-
-
-def number_samples(module):
-    """Give all values of a sample the sample's number, which flips and crops do not change."""
-    load_data = module.load_data
-
-    def load_numbered_data(*arguments, **options):
-        data = load_data(*arguments, **options)
-        inputs = data.tensors[0] if isinstance(data, TensorDataset) else data[0]
-        numbers = torch.arange(len(inputs), dtype=inputs.dtype)
-        inputs.copy_(numbers.view(-1, *[1] * (inputs.dim() - 1)))
-        return data
-
-    module.load_data = load_numbered_data
 
 
 class FewPixels(nn.Module):
@@ -130,13 +117,24 @@ class FewPixels(nn.Module):
         return self.linear(F.adaptive_avg_pool2d(grey, 4).flatten(1))
 
 
-def use_small_model(module):
-    """Replace the script's model for images, if it has one, by a small one."""
-    def build_model(args, *_):
-        model = FewPixels()
-        return model, torch.optim.SGD(model.parameters(), lr=args.lr)
+def use_small_model(module, rank=0):
+    """Replace the script's model by a small one, where it may have groups with two rates.
 
-    if hasattr(module, "CNN"):
-        module.CNN = FewPixels
-    elif hasattr(module, "SeededData"):
+    They are --lr and 0.02 of it.
+    """
+    def build_model(args, *_):
+        model = nn.Linear(20, 1) if hasattr(module, "loss_of") else FewPixels()
+        weight, bias = model.parameters()
+        groups = [{"params": [weight]}, {"params": [bias], "lr": 0.02 * args.lr}]
+        return model, torch.optim.SGD(groups, lr=args.lr)
+
+    if hasattr(module, "learning_rate"):
         module.build_model = build_model
+    elif hasattr(module, "CNN"):
+        module.CNN = FewPixels
+
+
+def record_small_model(module, rank):
+    """Record the training of a small model. A setup for train()."""
+    use_small_model(module)
+    return Recorder(module, rank)

@@ -14,7 +14,7 @@
 # usage: [VENV=DIR] bash tests/run.sh [--all] [pytest arguments]
 #        bash tests/run.sh tests/test_smoke.py -k cifar10
 #        bash tests/run.sh -k 'settings and cpu_ddp'
-#        bash tests/run.sh tests/test_settings.py::test_the_global_batch_of_the_first_start_stays
+#        bash tests/run.sh tests/test_kills.py::test_workers_of_a_killed_torchrun_save_and_end
 #
 # Without VENV, slurm/create-venv.sh makes or updates .venv first.
 set -euo pipefail
@@ -30,7 +30,7 @@ quick=(
     tests/test_error_lines.py::test_a_mistake_is_an_error_line
     tests/test_environment_variables.py
     tests/test_gpu.py
-    tests/test_stop_and_resume.py::test_a_resumed_run_has_the_weights_of_an_undisturbed_run
+    'tests/test_stop_and_resume.py::test_a_resumed_run_has_the_undisturbed_weights[cpu_ddp]'
     tests/test_stop_and_resume.py::test_all_ranks_use_the_flags_of_rank_0
 )
 for argument in "$@"; do

@@ -14,20 +14,10 @@ class Script(NamedTuple):
     least_accuracy: float  # on the test set, after that
     smoke_runs: tuple[tuple[str, int], ...]  # of the smoke test: launcher, number of processes
     data_flag: str  # the flag that takes the number of generated samples
-    loss_function: str = "loss_and_correct"  # the function that calls the model
     several_processes: bool = True
     has_test_set: bool = True
     has_checkpoint: bool = True  # saves, stops by signals, resumes; takes --log-every
     no_children: tuple[str, ...] = ()  # flags with which it starts no processes of its own
-    warm_up: bool = False  # of the learning rate, over a fifth of the steps
-    label_smoothing: float = 0.0  # in training
-    channels: int = 0  # of images
-    black_and_white: tuple[float, float] = (0.0, 1.0)  # as the model sees them
-
-    @property
-    def has_images(self):
-        """Whether the script trains on images, or on generated images for --fake-data."""
-        return self.data_flag == "--fake-data"
 
 
 SCRIPTS = {
@@ -37,7 +27,6 @@ SCRIPTS = {
         least_accuracy=0.0,  # it is a regression: test_smoke.py reads its largest error
         smoke_runs=(("python", 1), ("torchrun", 2)),
         data_flag="--samples",
-        loss_function="loss_of",
         has_test_set=False,
     ),
     "mnist_dp": Script(
@@ -48,43 +37,33 @@ SCRIPTS = {
         data_flag="--fake-data",
         several_processes=False,
         has_checkpoint=False,
-        channels=1,
     ),
     "cifar10_ddp": Script(
         learn=("--fake-data", "384", "--lr", "0.3"),
         batch_size=4,
         least_accuracy=0.6,
-        smoke_runs=(("torchrun", 2),),  # the slowest: under one launcher
+        smoke_runs=(("torchrun", 2),),
         data_flag="--fake-data",
         no_children=("--workers", "0"),
-        warm_up=True,
-        label_smoothing=0.1,
-        channels=3,
-        black_and_white=(-115 / 57, 140 / 57),
     ),
     "fashionmnist_ddp": Script(
         learn=("--fake-data",),
         batch_size=8,
         least_accuracy=0.5,
-        smoke_runs=(("python", 1), ("torchrun", 2), ("srun", 2), ("spawn", 2)),
+        smoke_runs=(("srun", 2), ("spawn", 2)),
         data_flag="--fake-data",
-        warm_up=True,
-        label_smoothing=0.1,
-        channels=1,
     ),
     "synthetic_ddp": Script(
         learn=("--lr", "0.05"),
         batch_size=16,
         least_accuracy=0.85,
-        smoke_runs=(("torchrun", 2), ("srun", 2)),
+        smoke_runs=(("torchrun", 2),),
         data_flag="--samples",
         has_checkpoint=False,
     ),
 }
 DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.several_processes]
 CHECKPOINT_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_checkpoint]
-IMAGE_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_images]
-TESTED_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_test_set]
 
 
 def script_path(script):

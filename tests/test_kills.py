@@ -2,6 +2,7 @@
 
 bash tests/run.sh --all -s -k killed_at_random --chaos-kills 200      # prints what it did
 """
+
 import contextlib
 import os
 import random
@@ -10,108 +11,80 @@ import shutil
 import signal
 import time
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 from checkpoints import assert_equal, load_checkpoint
-from processes import run, start, wait_until_gone
-from scripts import CHECKPOINT_SCRIPTS, script_path
+from copies import make_copy
+from processes import START, run, start, wait_until_gone
 
-START = 240  # seconds within which new interpreters train, on a machine that is very busy
-STEP = "            step += 1\n"  # once in each script
-
-
-# --- kills at random moments: with dropout, BatchNorm, and loader processes ---
-class Kills(NamedTuple):
-    """How a script is started, and how many of 20 kills it gets."""
-    share: int
-    script: str
-    launcher: str
-    nproc: int
-    flags: tuple
-
-
+# Kills at random moments, with dropout, BatchNorm and loader processes: how many of 20 kills,
+# script, launcher, processes, flags
 KILLS = [
-    Kills(8, "cpu_ddp", "srun", 2, ("--epochs", 60)),
-    Kills(3, "cpu_ddp", "torchrun", 4, ("--epochs", 30)),
-    Kills(4, "cifar10_ddp", "torchrun", 2, ("--fake-data", 64, "--batch-size", 2, "--epochs", 3)),
-    Kills(5, "fashionmnist_ddp", "spawn", 2, ("--fake-data", 2048, "--batch-size", 32,
-                                              "--epochs", 4)),
+    (8, "cpu_ddp", "srun", 2, ("--epochs", 60)),
+    (3, "cpu_ddp", "torchrun", 4, ("--epochs", 30)),
+    (4, "cifar10_ddp", "torchrun", 2, ("--fake-data", 64, "--batch-size", 2, "--epochs", 3)),
+    (5, "fashionmnist_ddp", "spawn", 2, ("--fake-data", 2048, "--batch-size", 32, "--epochs", 4)),
 ]
 WAYS = ["SIGTERM", "SIGKILL while it saves", "SIGKILL of all", "SIGKILL of one process",
         "SIGKILL of the launcher", "SIGKILL of all while it starts"]
 
 
-def test_all_scripts_are_killed():
-    killed = {kills.script for kills in KILLS}
-    assert killed == {*CHECKPOINT_SCRIPTS}, "each script must be killed at random in this file"
-
-
 class Chaos:
     """Starts a script again and again, disturbs it at random moments, and counts what it did."""
 
-    def __init__(self, how, kills, seed, folder):
-        self.how = how
-        self.name = f"{how.script} by {how.launcher}, {how.nproc} processes"
+    def __init__(self, script, launcher, nproc, flags, seed, folder):
+        self.script = script
+        self.launcher = launcher
+        self.nproc = nproc
+        self.flags = flags
+        self.name = f"{script} by {launcher}, {nproc} processes, --chaos-seed {seed}"
         self.folder = folder
-        self.seed = seed
-        self.random = random.Random(f"{seed} {self.name}")
+        self.random = random.Random(self.name)
         self.checkpoint = folder / "disk0/run.pt"
-        self.ways = WAYS[:2] + self.random.choices(WAYS, k=max(0, kills * how.share // 20 - 2))
         self.counts = Counter()  # kills, by what was done
-        self.runs = 0  # that came to their end
         self.resumed = 0  # starts that found a checkpoint
-        self.seconds = 0  # that the undisturbed run trains
 
     def run_undisturbed(self):
         """Run the script to its end, and return its checkpoint."""
         path = self.folder / "undisturbed.pt"
-        with start(self.how.script, *self.how.flags, "--checkpoint", path,
-                   launcher=self.how.launcher, nproc=self.how.nproc) as job:
+        with start(self.script, *self.flags, "--checkpoint", path, launcher=self.launcher,
+                   nproc=self.nproc) as job:
             job.wait_for(r"steps 0 to \d+$", START)
             begin = time.monotonic()
             result = job.finish(START)
-            self.seconds = time.monotonic() - begin
+        self.seconds = time.monotonic() - begin
         assert result.status == 0, f"the undisturbed run of {self.name} failed\n{result.text}"
         return path
 
     def start(self):
         """Return the Job of a start. Of srun, each rank has a disk, and that of rank 0 is used."""
-        save_every = self.seconds / 60 / 10
-        flags = (*self.how.flags, "--save-every", save_every, "--log-every", 1)
-        options = {"launcher": self.how.launcher, "nproc": self.how.nproc}
-        if self.how.launcher == "srun":
-            options["rank_flags"] = self.disk_of
-        else:
-            flags += self.disk_of(0)
-        return start(self.how.script, *flags, **options)
+        def disk_of(rank):
+            return "--checkpoint", self.folder / f"disk{rank}/run.pt"
 
-    def disk_of(self, rank):
-        return "--checkpoint", self.folder / f"disk{rank}/run.pt"
+        flags = (*self.flags, "--save-every", self.seconds / 60 / 10, "--log-every", 1)
+        return start(self.script, *flags, *disk_of(0), launcher=self.launcher, nproc=self.nproc,
+                     rank_flags=disk_of)
 
-    def run_to_the_end(self, limit=5):
-        """Start the run until it ends by itself, and disturb it at most limit times."""
-        for rank in range(self.how.nproc):
+    def run_to_the_end(self, ways):
+        """Start the run until it ends by itself, disturb it in these ways, and remove them."""
+        for rank in range(self.nproc):
             shutil.rmtree(self.folder / f"disk{rank}", ignore_errors=True)
             (self.folder / f"disk{rank}").mkdir()
-        self.runs += 1
-        killed = 0
+        limit = len(ways) - 5
         while True:
-            way = self.ways[0] if self.ways and killed < limit else None
+            way = ways[0] if len(ways) > max(0, limit) else None
             for file in self.temporary_files():  # of a process that was killed while it saved
                 file.unlink()
             with self.start() as job:
                 done = self.disturb(job, way) if way else None
                 result = job.finish(START)
-            if re.search(r"steps [1-9]\d* to \d+$", result.text, re.MULTILINE):
-                self.resumed += 1
+            self.resumed += bool(re.search(r"steps [1-9]\d* to \d+$", result.text, re.MULTILINE))
             if result.status == 0:  # perhaps before it was disturbed
                 return
-            assert way, (f"{self.name} was not disturbed but ended with status {result.status}, "
-                         f"after --chaos-seed {self.seed}\n{result.text}")
+            assert way, (f"{self.name} was not disturbed but ended with status {result.status}\n"
+                         f"{result.text}")
             self.counts[done] += 1
-            self.ways.pop(0)
-            killed += 1
+            ways.pop(0)
 
     def disturb(self, job, way):
         """Disturb a job in this way, and return in words what was done. It may have ended."""
@@ -132,37 +105,36 @@ class Chaos:
             job.send(signal.SIGKILL)
             wait_until_gone(job, f"{self.name}, whose launcher was killed")
         else:
-            return self.kill_all(job, way == "SIGKILL while it saves")
+            while way == "SIGKILL while it saves" and job.running() and not self.temporary_files():
+                time.sleep(0.0005)
+            way = "SIGKILL of all while it saved" if self.temporary_files() else "SIGKILL of all"
+            job.kill()
         return way
-
-    def kill_all(self, job, while_it_saves):
-        """Kill all processes of a job, perhaps when rank 0 saves. Return in words what was done."""
-        while while_it_saves and job.running() and not self.temporary_files():
-            time.sleep(0.0005)
-        saving = self.temporary_files()
-        job.kill()
-        return "SIGKILL of all while it saved" if saving else "SIGKILL of all"
 
     def temporary_files(self):
         return list(self.checkpoint.parent.glob("run.pt.*"))
 
 
-@pytest.mark.parametrize("how", KILLS, ids=lambda how: f"{how.script}-{how.launcher}-{how.nproc}")
-def test_killed_at_random_and_resumed_exactly(how, request, tmp_path):
+@pytest.mark.parametrize("share, script, launcher, nproc, flags", KILLS, ids=str)
+def test_killed_at_random_and_resumed_exactly(share, script, launcher, nproc, flags, request,
+                                              tmp_path):
     kills = request.config.getoption("--chaos-kills")
-    chaos = Chaos(how, kills, request.config.getoption("--chaos-seed"), tmp_path)
+    seed = request.config.getoption("--chaos-seed")
+    chaos = Chaos(script, launcher, nproc, flags, seed, tmp_path)
     undisturbed = chaos.run_undisturbed()
-    while chaos.ways:
-        assert chaos.runs < 10 + kills, (
-            f"{chaos.name}: most of {chaos.runs} runs ended before they were disturbed, and "
-            f"{chaos.ways} are left: make the runs longer")
-        chaos.run_to_the_end()
+    ways = WAYS[:2] + chaos.random.choices(WAYS, k=max(0, kills * share // 20 - 2))
+    runs = 0
+    while ways:
+        runs += 1
+        assert runs <= 10 + kills, (
+            f"{chaos.name}: most runs ended before they were disturbed: make them longer")
+        chaos.run_to_the_end(ways)
         assert_equal(load_checkpoint(chaos.checkpoint), load_checkpoint(undisturbed),
-                     f"{chaos.name} after {dict(chaos.counts)} (--chaos-seed {chaos.seed}), beside "
-                     "an undisturbed run: the checkpoint")
+                     f"{chaos.name}, after {dict(chaos.counts)}, beside an undisturbed run: the "
+                     "checkpoint")
     assert chaos.resumed > 0, f"no start of {chaos.name} has resumed: {dict(chaos.counts)}"
-    print(f"{chaos.name}: {chaos.runs} runs ended with equal checkpoints after "
-          f"{dict(chaos.counts)}; {chaos.resumed} starts resumed")
+    print(f"{chaos.name}: {runs} runs ended with equal checkpoints after {dict(chaos.counts)}; "
+          f"{chaos.resumed} starts resumed")
 
 
 # --- torchrun ---
@@ -180,19 +152,14 @@ def test_workers_of_a_killed_torchrun_save_and_end(tmp_path):
 
 
 def test_torchrun_restarts_a_run_whose_worker_was_killed(tmp_path):
-    def write_copy(line):
-        text = script_path("cpu_ddp").read_text()
-        assert text.count(STEP) == 1, f"cpu_ddp/train.py must have this line once: {STEP}"
-        copy.write_text(text.replace(STEP, f"{STEP}            {line}\n"))
-
     copy = tmp_path / "train.py"
     flags = ("--epochs", 20, "--save-every", 0.01, "--log-every", 0, "--checkpoint")
-    write_copy("time.sleep(0.1)")
+    make_copy("cpu_ddp", copy, ('after "step += 1"', "time.sleep(0.1)"))
     with start(copy, *flags, tmp_path / "run.pt", launcher="torchrun",
                options=("--standalone", "--nproc-per-node=2", "--max-restarts=3"),
                env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}) as job:  # as the README says
         job.wait_for("step 40/", START)
-        write_copy("pass")  # restarted workers do not sleep
+        make_copy("cpu_ddp", copy)  # restarted workers do not sleep
         os.kill(max(job.workers()), signal.SIGKILL)
         result = job.finish(START)
     assert result.status == 0, (

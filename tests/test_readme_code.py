@@ -4,6 +4,7 @@ A block with a place, as in <!-- test: clipping, before "optimizer.step()" -->, 
 of the page's script: see copies.py. Blocks of the same name are edits of the same copy.
 """
 
+import argparse
 import functools
 import re
 import subprocess
@@ -11,22 +12,20 @@ import sys
 
 import pytest
 import torch
-import torch.nn as nn
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
-from functions import load_script
+from functions import finish, load_script, stop
 from image_folder import write_images
 from processes import clean_environment
-from recorder import Recorder, output_of, use_small_model
+from recorder import Recorder, output_of, record_small_model
 from scripts import ROOT
-from stopped_runs import finish, stop
 
 TESTED = {
     "cifar10_ddp": ["use the weights"],
     "fashionmnist_ddp": ["own tensors", "clipping", "compile", "best weights", "F1",
                          "TensorBoard"],
 }
-FLAGS = ("--fake-data", 96, "--batch-size", 8, "--epochs", 3)
+FLAGS = ("--fake-data", 96, "--batch-size", 8, "--epochs")
 TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 
 
@@ -63,16 +62,11 @@ def copy(request, tmp_path, monkeypatch):
                      *edits("fashionmnist_ddp", request.param))
 
 
-def write_pairs(path, count, seed):
-    """Save inputs (N, 20) and the labels of three classes."""
-    inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed))
-    torch.save((inputs, inputs[:, :3].argmax(1)), path)
-
-
 @pytest.mark.parametrize("copy", ["own tensors"], indirect=True)
 def test_own_tensors_are_learned_and_a_stopped_run_is_resumed(copy, tmp_path):
-    write_pairs("train.pt", 1024, 1)
-    write_pairs("test.pt", 200, 2)
+    for name, count in (("train.pt", 1024), ("test.pt", 200)):
+        inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
+        torch.save((inputs, inputs[:, :3].argmax(1)), name)
     flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 3, "--checkpoint")
     _, text = output_of(copy, *flags, tmp_path / "whole", nproc=2)
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
@@ -84,7 +78,7 @@ def test_own_tensors_are_learned_and_a_stopped_run_is_resumed(copy, tmp_path):
 
 @pytest.mark.parametrize("copy", ["clipping"], indirect=True)
 def test_clipping_limits_the_norm_of_the_averaged_gradients(copy):
-    ranks = finish(copy, *FLAGS[:-1], 1, nproc=2, setup=Recorder)
+    ranks = finish(copy, *FLAGS, 1, nproc=2, setup=Recorder)
     norms = [gradient.norm().item() for recorder in ranks for gradient in recorder.gradients]
     assert max(norms) == pytest.approx(1.0, abs=0.01), f"clipped to 1.0, gradients are of {norms}"
 
@@ -102,7 +96,7 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_original(copy, tmp_pat
         torch.compile = functools.partial(torch.compile, backend=backend)  # of this process
         return graphs
 
-    ranks = finish(copy, *FLAGS[:-1], 1, "--checkpoint", tmp_path / "run.pt", nproc=2, setup=setup)
+    ranks = finish(copy, *FLAGS, 1, "--checkpoint", tmp_path / "run.pt", nproc=2, setup=setup)
     assert all(ranks), f"the page's edit compiles no graph of the model: {ranks}"
     names = list(load_checkpoint(tmp_path / "run.pt")["model"])
     original = list(load_script("fashionmnist_ddp").CNN().state_dict())
@@ -110,7 +104,7 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_original(copy, tmp_pat
 
 
 @pytest.mark.parametrize("copy", ["best weights"], indirect=True)
-def test_the_best_weights_are_those_of_the_best_epoch(copy, tmp_path):
+def test_the_best_weights_are_those_of_the_best_epoch(copy):
     """The accuracies of the test set are given: the second epoch of four is the best."""
     def setup(module, rank):
         accuracies = iter([0.5, 0.9, 0.7, 0.8])
@@ -123,7 +117,7 @@ def test_the_best_weights_are_those_of_the_best_epoch(copy, tmp_path):
         module.evaluate = evaluate
         return states
 
-    ranks, _ = output_of(copy, *FLAGS[:-1], 4, nproc=2, setup=setup)
+    ranks = finish(copy, *FLAGS, 4, nproc=2, setup=setup)
     best = torch.load("best.pt")
     assert best["accuracy"] == 0.9, f"the best of 0.5, 0.9, 0.7, 0.8 is not {best['accuracy']}"
     assert_equal(dict(best["model"]), ranks[0][1], "best.pt")
@@ -131,13 +125,9 @@ def test_the_best_weights_are_those_of_the_best_epoch(copy, tmp_path):
 
 @pytest.mark.parametrize("copy", ["F1"], indirect=True)
 def test_f1_is_that_of_the_test_images_of_all_ranks(copy):
-    def setup(module, rank):
-        use_small_model(module)
-        return Recorder(module, rank)
-
-    ranks, text = output_of(copy, *FLAGS, nproc=3, setup=setup)
+    ranks, text = output_of(copy, *FLAGS, 3, nproc=3, setup=record_small_model)
     printed = [float(number) for number in re.findall(r"^F1 ([\d.]+)$", text, re.MULTILINE)]
-    assert len(printed) == 3, f"a line 'F1 N' is due in each of three epochs:\n{text}"
+    expected = []
     for number in range(3):
         parts = [part for recorder in ranks for part in recorder.evaluations[number]]
         found = torch.cat([part.outputs for part in parts]).argmax(1)
@@ -146,30 +136,20 @@ def test_f1_is_that_of_the_test_images_of_all_ranks(copy):
         for label in range(10):
             right = ((found == label) & (labels == label)).sum().item()
             scores.append(2 * right / max(1, (found == label).sum() + (labels == label).sum()))
-        assert printed[number] == pytest.approx(float(sum(scores)) / 10, abs=1e-4), (
-            f"F1 of the {len(labels)} test images of all ranks is {sum(scores) / 10:.4f}:\n{text}")
-
-
-@pytest.fixture
-def writers(monkeypatch):
-    """A stand-in for the package tensorboard: its SummaryWriter prints."""
-    class SummaryWriter:
-        def __init__(self, folder):
-            pass
-
-        def add_scalar(self, name, value, number):
-            print(f"epoch {number}: {name} {value:.4f}")
-
-    class Module:
-        pass
-
-    Module.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module)
+        expected.append(float(sum(scores)) / 10)
+    assert printed == pytest.approx(expected, abs=1e-4), (
+        f"F1 of the test images of all ranks, in three epochs, is {expected}:\n{text}")
 
 
 @pytest.mark.parametrize("copy", ["TensorBoard"], indirect=True)
-def test_tensorboard_gets_the_accuracies_that_rank_0_logs(writers, copy):
-    _, text = output_of(copy, *FLAGS, nproc=2)
+def test_tensorboard_gets_the_accuracies_that_rank_0_logs(copy, monkeypatch):
+    """A stand-in for the package tensorboard: its SummaryWriter prints."""
+    def add_scalar(name, value, number):
+        print(f"epoch {number}: {name} {value:.4f}")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", argparse.Namespace(
+        SummaryWriter=lambda folder: argparse.Namespace(add_scalar=add_scalar)))
+    _, text = output_of(copy, *FLAGS, 3, nproc=2)
     written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
     assert written == re.findall(TEST_LINE, text), (
         f"TensorBoard gets other values than those of the test lines:\n{text}")

@@ -39,14 +39,14 @@ def test_cifar10_images_and_labels(tmp_path, monkeypatch):
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     module = load_script("cifar10_ddp")
     images, labels = module.fake_images(120, (3, 32, 32), 0, train_set=True)
-    batches = tmp_path / CIFAR10.base_folder
-    batches.mkdir()
+    classes = [f"class {number}" for number in range(10)]
+    files = {"batches.meta": {"label_names": classes}}
     names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
     for name, pixels, targets in zip(names, images.split(20), labels.split(20)):
-        (batches / name).write_bytes(pickle.dumps(
-            {"data": pixels.flatten(1).numpy(), "labels": targets.tolist()}))
-    classes = [f"class {number}" for number in range(10)]
-    (batches / "batches.meta").write_bytes(pickle.dumps({"label_names": classes}))
+        files[name] = {"data": pixels.flatten(1).numpy(), "labels": targets.tolist()}
+    (tmp_path / CIFAR10.base_folder).mkdir()
+    for name, content in files.items():
+        (tmp_path / CIFAR10.base_folder / name).write_bytes(pickle.dumps(content))
 
     args = module.parse_args(["--data-dir", str(tmp_path)])
     module.prepare_data(args)

@@ -1,97 +1,65 @@
-"""The recipes: learning rates, weight decay, dropout, pixels, flips and crops."""
+"""The recipes: learning rates, weight decay, dropout, pixels, flips and crops, bfloat16."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn as nn
-from functions import load_script
-from recorder import use_small_model
-from scripts import IMAGE_SCRIPTS, SCRIPTS
-from stopped_runs import finish
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from functions import finish, load_script
+from recorder import record_small_model
+from scripts import SCRIPTS
 
-# ---- learning rates ----
 DECAY = [1, 0.75, 0.5, 0.25]  # factors of steps 0, 3, 6 and 9 of 12: linear decay
 WARM_UP = [1 / 2.4, 0.9375, 0.625, 0.3125]  # over a fifth of the steps, then linear decay
 
 
-def record_rates(module, rank):
-    """A setup for train(): it returns a list that gets the groups' learning rates in each step.
-
-    Where the script has a function of the rate, the model has two groups, with --lr and 0.02 of it.
-    """
-    steps = []
-    use_small_model(module)
-    if hasattr(module, "learning_rate"):
-        build_model = module.build_model
-
-        def build_two_groups(args, *arguments):
-            model, _ = build_model(args, *arguments)
-            first, *others = model.parameters()
-            groups = [{"params": [first]}, {"params": others, "lr": 0.02 * args.lr}]
-            return model, torch.optim.SGD(groups, lr=args.lr)
-
-        module.build_model = build_two_groups
-    register_optimizer_step_pre_hook(
-        lambda optimizer, *_: steps.append([group["lr"] for group in optimizer.param_groups]))
-    return steps
-
-
+# ---- learning rates and weight decay ----
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_parameter_group_has_its_peak_rate_times_the_factor(script):
     flags = (SCRIPTS[script].data_flag, 48, "--batch-size", 16, "--epochs", 4, "--lr", 1e-3,
              *SCRIPTS[script].no_children)
-    (steps,) = finish(script, *flags, nproc=1, setup=record_rates)
-    expected = WARM_UP if SCRIPTS[script].warm_up else DECAY
-    for group, peak in zip(range(len(steps[0])), (1e-3, 2e-5)):
-        factors = [rates[group] / peak for rates in steps[::3]]
+    (recorder,) = finish(script, *flags, nproc=1, setup=record_small_model)
+    expected = WARM_UP if script in ("cifar10_ddp", "fashionmnist_ddp") else DECAY
+    for number, peak in zip(range(len(recorder.rates[0])), (1e-3, 2e-5)):
+        factors = [rates[number] / peak for rates in recorder.rates[::3]]
         assert factors == pytest.approx(expected), (
-            f"{script}: the learning rate of parameter group {group}, as factors of its peak in "
-            f"steps 1, 4, 7 and 10 of 12, is {factors}, not {expected}")
+            f"{script}: the learning rate of parameter group {number}, as factors of its peak in "
+            f"steps 1, 4, 7 and 10 of 12, must be {expected}, not {factors}")
 
 
 def test_the_optimizer_of_cifar10():
-    """The peak rate is for 256 images; weights decay, biases and norms do not.
-
-    The gradients are zero: in 3 steps, weights shrink by decay with Nesterov's momentum alone.
-    """
+    """The peak rate is for 256 images. Weights decay, but biases and norms do not."""
     module = load_script("cifar10_ddp")
-    model, optimizer = module.build_model(
-        module.parse_args(["--lr", "6400"]), 10, 8, torch.device("cpu"))
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    assert peaks == [200, 200], f"--lr 6400 with a global batch of 8 is 200, not {peaks}"
-    factor, momentum = 1.0, 0.0
-    for _ in range(3):
-        momentum = 0.9 * momentum + 5e-4 * factor
-        factor -= 200 * (5e-4 * factor + 0.9 * momentum)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for _ in range(3):
-        optimizer.step()
-    for name, parameter in model.named_parameters():
-        expected = before[name] * (factor if parameter.ndim > 1 else 1)
-        assert torch.allclose(parameter, expected, rtol=1e-4), (
-            f"without gradients, {name} should shrink by {factor} if it is a weight, and stay if a "
-            f"bias or norm: {before[name].flatten()[:3]} is {parameter.flatten()[:3]}")
+    args = module.parse_args(["--lr", "6400"])
+    model, optimizer = module.build_model(args, 10, 8, torch.device("cpu"))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        assert group["lr"] == 200, f"--lr 6400 with a global batch of 8 is 200, not {group['lr']}"
+        assert (group["momentum"], group["nesterov"]) == (0.9, True), (
+            "cifar10_ddp trains with Nesterov's momentum of 0.9")
+        for parameter in group["params"]:
+            expected = 5e-4 if parameter.ndim > 1 else 0
+            assert group["weight_decay"] == expected, (
+                f"{names[parameter]} must have a weight decay of {expected}")
+            names.pop(parameter)
+    assert not names, f"the optimizer does not train {list(names.values())}"
 
 
-# ---- models ----
+# ---- dropout and pixels ----
 @pytest.mark.parametrize("script, arguments", [("mnist_dp", [False]), ("fashionmnist_ddp", [])])
 def test_dropout(script, arguments):
     model = load_script(script).CNN(*arguments)
     for layer, probability in ((model.dropout1, 0.25), (model.dropout2, 0.5)):
-        seen = []
-        hook = layer.register_forward_hook(lambda _, *values: seen.append(values))
+        shares = []
+        hook = layer.register_forward_hook(lambda _, inputs, output: shares.append(
+            (output[inputs[0] > 0] == 0).double().mean().item()))
         torch.manual_seed(0)
         model(torch.rand(64, 1, 28, 28))
         hook.remove()
-        (((inputs,), output),) = seen
-        zeros = (output[inputs > 0] == 0).double().mean().item()
-        assert zeros == pytest.approx(probability, abs=0.03), (
-            f"{script}: a layer sets {zeros} of its inputs to zero, not {probability}")
+        assert shares == [pytest.approx(probability, abs=0.03)], (
+            f"{script}: a layer sets {shares} of its inputs to zero, not {probability}")
 
 
-# ---- pixels ----
 class See(nn.Module):
     """A model that keeps its inputs."""
 
@@ -104,18 +72,16 @@ class See(nn.Module):
         return self.linear(images.mean((2, 3)))
 
 
-@pytest.mark.parametrize("script", IMAGE_SCRIPTS)
-def test_black_and_white_pixels(script):
-    """The model sees black and white as the ends of its range; the data is not written to."""
-    channels = SCRIPTS[script].channels
+@pytest.mark.parametrize("script, channels, black, white", [
+    ("mnist_dp", 1, 0, 1), ("fashionmnist_ddp", 1, 0, 1), ("cifar10_ddp", 3, -115 / 57, 140 / 57)])
+def test_black_and_white_pixels(script, channels, black, white):
     images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
     images = images.repeat(1, channels, 28, 28)
     model = See(channels).eval()
     load_script(script).loss_and_correct(model, images, torch.tensor([0, 1]))
     ends = model.images[0].unique().tolist() + model.images[1].unique().tolist()
-    expected = SCRIPTS[script].black_and_white
-    assert ends == pytest.approx(expected), (
-        f"{script}: the model sees black and white as {ends}, not {expected}")
+    assert ends == pytest.approx([black, white]), (
+        f"{script}: the model sees black and white as {ends}, not {[black, white]}")
     assert images.unique().tolist() == [0, 255], f"{script}: loss_and_correct changes its images"
 
 
@@ -138,8 +104,8 @@ def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
     module = load_script("cifar10_ddp")
     transform = module.transforms(module.parse_args([]), train_set=True)
     torch.manual_seed(0)
-    image = torch.stack([torch.arange(32).repeat(32, 1), torch.arange(32).repeat(32, 1).T,
-                         torch.zeros(32, 32)]).to(torch.uint8)  # column, row, 0
+    rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
+    image = torch.stack([columns, rows, 0 * rows]).to(torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other, on images so small
     crops = torch.stack([transform(image) for _ in range(2000)])
@@ -150,3 +116,25 @@ def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
     assert len(places) == 81, f"of 9 x 9 crops, {len(places)} are used"
     test_image = module.transforms(module.parse_args([]), train_set=False)(image)
     assert torch.equal(test_image, image), "a test image is changed by the transforms"
+
+
+# ---- bfloat16 ----
+@pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp"])
+def test_bfloat16_in_training_and_evaluation(script):
+    flags = (SCRIPTS[script].data_flag, 16, "--batch-size", 8, "--epochs", 1, "--bf16")
+    (recorder,) = finish(script, *flags, *SCRIPTS[script].no_children, nproc=1,
+                         setup=record_small_model)
+    types = {part.outputs.dtype for parts in recorder.steps + recorder.evaluations
+             for part in parts}
+    assert types == {torch.bfloat16}, f"with --bf16, {script} computes in {types}"
+
+
+@pytest.mark.parametrize("bf16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_model_of_data_parallel_enters_autocast_in_each_thread(bf16, dtype):
+    """Autocast is local to a thread, and nn.DataParallel starts one for each GPU."""
+    model = load_script("mnist_dp").CNN(bf16)
+    dtypes = []
+    model.fc1.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    with ThreadPoolExecutor() as pool:
+        pool.submit(model, torch.zeros(1, 1, 28, 28)).result()
+    assert dtypes == [dtype], f"with bf16={bf16}, a thread computes in {dtypes[0]}"

@@ -11,13 +11,9 @@ import pytest
 from processes import run
 from scripts import SCRIPTS, script_path
 
-RUNS = []
-for name, details in SCRIPTS.items():
-    for launcher, nproc in details.smoke_runs:
-        RUNS.append((name, launcher, nproc))
 
-
-@pytest.mark.parametrize("script, launcher, nproc", RUNS)
+@pytest.mark.parametrize("script, launcher, nproc", [
+    (script, *how) for script, details in SCRIPTS.items() for how in details.smoke_runs])
 def test_one_epoch(script, launcher, nproc, tmp_path):
     details = SCRIPTS[script]
     shutil.copy(script_path(script), tmp_path / "mine.py")
