@@ -11,19 +11,19 @@ def load_checkpoint(path):
 
 
 def difference(one, other):
-    """Return the largest difference between the weights of two checkpoints (paths)."""
-    one = load_checkpoint(one)["model"]
-    other = load_checkpoint(other)["model"]
+    """Return the largest difference between the weights of two checkpoints (paths).
+
+    BatchNorm's statistics are not compared: they are those of rank 0's samples.
+    """
+    one, other = load_checkpoint(one)["model"], load_checkpoint(other)["model"]
     assert one.keys() == other.keys(), f"other layers: {one.keys() ^ other.keys()}"
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one
+               if "running_" not in name and "num_batches_tracked" not in name)
 
 
 def assert_equal(one, other, place="checkpoint"):
-    """Fail unless two checkpoints are equal bit for bit. The message says where they differ.
-
-    They are paths, or parts of what torch.load returns.
-    """
-    if isinstance(one, (str, Path)) and place == "checkpoint":
+    """Fail unless two checkpoints (paths, or parts of their content) are equal bit for bit."""
+    if isinstance(one, Path):
         one, other = load_checkpoint(one), load_checkpoint(other)
     assert type(one) is type(other), f"{place} is a {type(one)}, and a {type(other)}"
     if isinstance(one, (dict, list)):

@@ -11,10 +11,9 @@ from scripts import script_path
 def make_copy(script, path, *edits):
     """Write an edited copy of a script to path, and return path.
 
-    An edit is a pair (place, code). place is 'before "TEXT"', 'after "TEXT"' or
-    'instead of "TEXT"', of the only statement with a line that has TEXT; code is indented as it is.
-    Without a place, code holds definitions, each of which replaces that of the same name, or is
-    added above those that a user edits.
+    An edit is a pair (place, code). place is 'before "TEXT"', 'after "TEXT"' or 'instead of
+    "TEXT"', of the only statement with a line that has TEXT. Without a place, code holds
+    definitions, each of which replaces that of the same name, or is added above the flags.
     """
     text = script_path(script).read_text()
     for place, code in edits:
@@ -33,24 +32,18 @@ def edit_statement(text, place, code):
               and node.lineno <= numbers[0] <= node.end_lineno]
     node = max(around, key=lambda node: node.lineno)
     first, last = node.lineno - 1, node.end_lineno
-    indentation = node.col_offset
-    if getattr(node, "body", None):  # of a loop or function, its head alone
-        last = node.lineno
-        indentation = node.body[0].col_offset if how == "after" else indentation
     replaced = {"before": slice(first, first), "after": slice(last, last),
                 "instead of": slice(first, last)}
-    lines[replaced[how]] = textwrap.indent(code, indentation * " ")
+    lines[replaced[how]] = textwrap.indent(code, node.col_offset * " ")
     return "".join(lines)
 
 
 def edit_definitions(text, code):
     for name, new in definitions(code).items():
         old = definitions(text).get(name)
-        if old:
-            text = text.replace(old, new)
-        else:
-            first, rest = re.split(r"(?=^# ---- (?:Flags|Model))", text, maxsplit=1, flags=re.M)
-            text = f"{first}{new}\n\n{rest}"
+        if old is None:
+            old, new = "# ---- Flags", f"{new}\n\n# ---- Flags"
+        text = text.replace(old, new)
     return text
 
 

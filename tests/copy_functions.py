@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a copy of a script edits: different in each script.
 EDITED = {"parse_args", "CNN", "build_model", "learning_rate", "prepare_data", "load_data",
           "loss_and_correct", "train", "main"}
-EDITED_IN = {"mnist_dp": {"evaluate"}}  # different in these scripts alone
+EDITED_IN = {"mnist_dp": {"evaluate"}}  # different in this script alone
 
 
 def shared_functions(path):
@@ -31,24 +31,15 @@ def shared_functions(path):
     return found
 
 
-def copy_functions(source, target):
-    """Replace the shared functions in the file target by those of the file source."""
-    functions = shared_functions(source)
-    text = target.read_text()
-    for name, old in shared_functions(target).items():
-        text = text.replace(old, functions.get(name, old))
-    if text != target.read_text():
-        target.write_text(text)
-        print(f"{target.relative_to(ROOT)} has been updated")
-
-
 def main():
-    source = ROOT / sys.argv[1].strip("/") / "train.py" if len(sys.argv) == 2 else None
-    if source is None or not source.exists():
-        sys.exit("usage: python tests/copy_functions.py SCRIPT")
-    for target in sorted(ROOT.glob("*/train.py")):
-        if target != source:
-            copy_functions(source, target)
+    functions = shared_functions(ROOT / sys.argv[1] / "train.py")
+    for target in ROOT.glob("*/train.py"):
+        text = target.read_text()
+        for name, old in shared_functions(target).items():
+            text = text.replace(old, functions.get(name, old))
+        if text != target.read_text():
+            target.write_text(text)
+            print(f"{target.relative_to(ROOT)} has been updated")
 
 
 if __name__ == "__main__":

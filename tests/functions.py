@@ -23,11 +23,8 @@ def load_script(script):
     return module
 
 
-def fork(nproc, function, timeout=120):
-    """Call function(rank) in nproc processes with torchrun's variables. Return what they return.
-
-    A forked process does not import torch, which takes seconds.
-    """
+def fork(nproc, function):
+    """Call function(rank) in nproc processes with torchrun's variables. Return what they return."""
     import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
     port = free_port()
 
@@ -46,10 +43,10 @@ def fork(nproc, function, timeout=120):
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(call, nprocs=nproc, join=False,
                                                         start_method="fork")
-        end = time.monotonic() + timeout
+        end = time.monotonic() + 120
         try:
             while not context.join(max(0, end - time.monotonic())):  # raises what one has raised
-                assert time.monotonic() < end, f"still running after {timeout} s"
+                assert time.monotonic() < end, "still running after 120 s"
         finally:
             for process in context.processes:
                 process.kill()
@@ -63,8 +60,7 @@ def no_setup(module, rank):
 def train(script, *flags, nproc=1, setup=no_setup):
     """Run a script's main() in forked processes, after setup(module, rank).
 
-    Return for each rank: what setup has returned, the argument of sys.exit or 0, and the time of
-    the end.
+    Return for each rank what setup has returned, the argument of sys.exit or 0, and the time.
     """
     module = load_script(script)
 
@@ -86,10 +82,9 @@ def train(script, *flags, nproc=1, setup=no_setup):
 
 def finish(script, *flags, nproc, setup=no_setup):
     """Train to the end, and return for each rank what setup has returned."""
-    results = train(script, *flags, nproc=nproc, setup=setup)
-    statuses = [status for _, status, _ in results]
-    assert statuses == [0] * nproc, f"the run did not end well: {statuses} of {script} {flags}"
-    return [result for result, _, _ in results]
+    results, statuses, _ = zip(*train(script, *flags, nproc=nproc, setup=setup))
+    assert not any(statuses), f"the run did not end well: {statuses} of {script} {flags}"
+    return list(results)
 
 
 def stop(script, *flags, nproc, after, setup=no_setup):

@@ -17,13 +17,19 @@ from typing import NamedTuple
 import torch
 from scripts import script_path
 
-
 COUNT = torch.cuda.device_count()  # before conftest.py hides them
 GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(COUNT)))).split(",")
 GPUS = GPUS[:COUNT]  # as CUDA_VISIBLE_DEVICES names them: for test_gpu.py
 START = 240  # seconds within which new interpreters train, on a machine that is very busy
 LAUNCHER_VARIABLES = re.compile(
     r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP|OMPI|PMI|PMIX)_|RANK$|WORLD_SIZE$")
+SRUN = """
+for ((rank = 0; rank < SLURM_STEP_NUM_TASKS; rank++)); do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
+    pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid" || exit; done
+"""
 
 
 def free_port():
@@ -46,28 +52,20 @@ def clean_environment(**extra):
 
 
 class Result(NamedTuple):
-    """The end of a job."""
-
-    status: int  # of the launcher; of several processes, the largest
+    status: int  # of the launcher
     text: str  # stdout and stderr of all processes
-
-    @property
-    def errors(self):
-        """The error lines. Two processes may write on one line."""
-        return re.findall(r"\berror: (?:(?!error: ).)*", self.text)
 
 
 class Job:
-    """Processes that were started side by side. A context manager that leaves none behind."""
+    """A launcher and all that it starts. A context manager that leaves no process behind."""
 
-    def __init__(self, commands, environments, cwd=None):
+    def __init__(self, command, env, cwd):
         self.token = uuid.uuid4().hex
         self.log = tempfile.NamedTemporaryFile()
         output = open(self.log.name, "ab")
-        self.processes = [subprocess.Popen(
+        self.launcher = subprocess.Popen(
             [str(word) for word in command], env={**env, "TEST_JOB": self.token}, cwd=cwd,
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
-            for command, env in zip(commands, environments)]
 
     @property
     def text(self):
@@ -83,56 +81,46 @@ class Job:
         return found
 
     def workers(self):
-        """Return the living processes that train: the launcher's, or a single process itself."""
-        launchers = [process.pid for process in self.processes if process.poll() is None]
+        """Return the living processes of the script that the launcher has started."""
         found = []
-        for pid in set(self.pids()).difference(launchers):
+        for pid in set(self.pids()) - {self.launcher.pid}:
             with contextlib.suppress(OSError):  # it has ended
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"spawn_main" in command or (
-                        b".py\0" in command and b"torch.distributed.run" not in command):
+                if b"spawn_main" in command or b".py\0" in command:
                     found.append(pid)
-        return found or launchers
+        return found
 
-    def send(self, signum, number=0):
-        """Send a signal to the process with this number."""
-        self.processes[number].send_signal(signum)
+    def send(self, signum):
+        """Send a signal to the launcher."""
+        self.launcher.send_signal(signum)
 
     def running(self):
-        return any(process.poll() is None for process in self.processes)
+        return self.launcher.poll() is None
 
-    def wait_for(self, pattern, timeout=90):
+    def wait_for(self, pattern, timeout=START):
         """Wait until the regular expression is in the output."""
         end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            running = self.running()
-            if re.search(pattern, self.text, re.MULTILINE):
-                return
+        running = True
+        while not re.search(pattern, self.text, re.MULTILINE):
             assert running, f"ended without {pattern!r}:\n{self.text}"
+            assert time.monotonic() < end, f"no {pattern!r} within {timeout} s:\n{self.text}"
             time.sleep(0.02)
-        raise AssertionError(f"no {pattern!r} within {timeout} s:\n{self.text}")
+            running = self.running()
 
     def kill(self):
         """Send SIGKILL to all processes of the job, also to those that they start meanwhile."""
-        pids = self.pids()
-        while pids:
+        while pids := self.pids():
             for pid in pids:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            for process in self.processes:
-                process.wait(timeout=30)
             time.sleep(0.01)
-            pids = self.pids()
+        self.launcher.wait(30)
 
-    def finish(self, timeout=120):
+    def finish(self, timeout=START):
         """Wait for the end and return the Result. A job that runs longer fails the test."""
-        end = time.monotonic() + timeout
-        while self.running():
-            assert time.monotonic() < end, f"still running after {timeout} s:\n{self.text}"
-            time.sleep(0.02)
-        codes = [process.returncode for process in self.processes]
-        statuses = [code if code >= 0 else 128 - code for code in codes]  # as a shell says it
-        return Result(max(statuses), self.text)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return Result(self.launcher.wait(timeout), self.text)
+        raise AssertionError(f"still running after {timeout} s:\n{self.text}")
 
     def __enter__(self):
         return self
@@ -142,39 +130,36 @@ class Job:
         self.log.close()
 
 
-def wait_until_gone(job, what, timeout=60):
+def wait_until_gone(job, what):
     """Wait until no process of the job is left. The message of a failure begins with what."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + 60
     while job.pids():
-        assert time.monotonic() < end, f"{what}: processes are left for {timeout} s\n{job.text}"
+        assert time.monotonic() < end, f"{what}: processes are left after 60 s\n{job.text}"
         time.sleep(0.05)
 
 
-def start(script, *flags, launcher="python", nproc=1, options=(), cwd=None, env=None,
-          rank_flags=lambda rank: ()):
+def start(script, *flags, launcher="python", nproc=1, options=(), cwd=None, env=None):
     """Start a script (a name of SCRIPTS, or a path). Return the Job, for a `with` statement.
 
     launcher: "python", "spawn" (python with --nproc), "torchrun" (with options) or "srun" (nproc
-    processes with a Slurm step's variables). rank_flags(rank) are flags of one process of "srun".
+    processes with the variables of a Slurm step).
     """
     command = [sys.executable, script_path(script)]
+    env = clean_environment(**(env or {}))
     port = free_port()
-    if launcher == "srun":
-        commands = [[*command, *flags, *rank_flags(rank)] for rank in range(nproc)]
-        environments = [clean_environment(
-            SLURM_JOB_ID=4711, SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=nproc,
-            SLURM_STEP_NODELIST="localhost", SLURM_PROCID=rank, SLURM_LOCALID=rank,
-            MASTER_PORT=port, **(env or {})) for rank in range(nproc)]
-        return Job(commands, environments, cwd)
     if launcher == "torchrun":
         options = options or ("--master-addr=127.0.0.1", f"--master-port={port}")
         command[1:1] = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *options]
     elif launcher == "spawn":
         command += ["--nproc", nproc]
-    return Job([[*command, *flags]], [clean_environment(**(env or {}))], cwd)
+    elif launcher == "srun":
+        command[:0] = ["bash", "-c", SRUN, "srun"]
+        env.update(SLURM_JOB_ID="4711", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(nproc),
+                   SLURM_STEP_NODELIST="localhost", MASTER_PORT=str(port))
+    return Job([*command, *flags], env, cwd)
 
 
-def run(script, *flags, timeout=180, **how):
+def run(script, *flags, timeout=START, **how):
     """Run a script to its end, as start() does, and return the Result."""
     with start(script, *flags, **how) as job:
         return job.finish(timeout)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functions import finish, no_setup
+from functions import finish, no_setup, watch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
@@ -30,7 +30,6 @@ def output_of(script, *flags, nproc, setup=no_setup):
 
 class Part(NamedTuple):
     """One call of the model."""
-
     seed: int  # of the random numbers
     batch: list  # its tensors
     outputs: torch.Tensor
@@ -50,15 +49,13 @@ class Recorder:
         self.rates = []  # for each step, the learning rates of the optimizer's groups
         self.evaluations = []  # for each evaluation, its list of Parts
         self.parts = []  # of this step
-        loss_name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
-        self.replace(module, loss_name, self.call_loss)
-        self.replace(module, "evaluate", self.call_evaluate)
+        name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
+        loss_function = getattr(module, name)
+        setattr(module, name, lambda *arguments: self.call_loss(loss_function, *arguments))
+        if hasattr(module, "evaluate"):
+            watch(module, "evaluate", lambda *_: self.evaluations.append([]))
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
-
-    def replace(self, module, name, function):
-        original = getattr(module, name, None)
-        setattr(module, name, lambda *arguments: function(original, *arguments))
 
     def call_loss(self, loss_function, model, *batch):
         outputs = []
@@ -78,10 +75,6 @@ class Recorder:
         parts.append(Part(seed, batch, first(outputs[-1]).detach(), gradient))
         return result
 
-    def call_evaluate(self, evaluate, *arguments):
-        self.evaluations.append([])
-        return evaluate(*arguments)
-
     def before_step(self, optimizer, *_):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.gradients.append(flat([parameter.grad for parameter in parameters]))
@@ -91,18 +84,14 @@ class Recorder:
         self.steps.append(self.parts)
         self.parts = []
 
-    def __getstate__(self):
-        names = ("steps", "gradients", "rates", "evaluations")
-        return {name: getattr(self, name) for name in names}
-
 
 def first(result):
-    """Return the loss that a loss function returns, or the output of a model that returns more."""
+    """Return the loss, or the output, of a function or model that may return more."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def flat(tensors):
-    return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 class FewPixels(nn.Module):
@@ -118,10 +107,7 @@ class FewPixels(nn.Module):
 
 
 def use_small_model(module, rank=0):
-    """Replace the script's model by a small one, where it may have groups with two rates.
-
-    They are --lr and 0.02 of it.
-    """
+    """Replace the script's model by a small one, if it can, with the rates --lr and 0.02 of it."""
     def build_model(args, *_):
         model = nn.Linear(20, 1) if hasattr(module, "loss_of") else FewPixels()
         weight, bias = model.parameters()

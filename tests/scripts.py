@@ -8,12 +8,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 class Script(NamedTuple):
     """How the tests run a script."""
-
     learn: tuple[str, ...]  # flags that are enough to learn in one epoch, with batch_size
     batch_size: int  # for that: of each process; of the only process where there is one
     least_accuracy: float  # on the test set, after that
     smoke_runs: tuple[tuple[str, int], ...]  # of the smoke test: launcher, number of processes
-    data_flag: str  # the flag that takes the number of generated samples
+    data_flag: str = "--fake-data"  # takes the number of generated samples
     several_processes: bool = True
     has_test_set: bool = True
     has_checkpoint: bool = True  # saves, stops by signals, resumes; takes --log-every
@@ -34,7 +33,6 @@ SCRIPTS = {
         batch_size=16,
         least_accuracy=0.7,
         smoke_runs=(("python", 1),),
-        data_flag="--fake-data",
         several_processes=False,
         has_checkpoint=False,
     ),
@@ -43,7 +41,6 @@ SCRIPTS = {
         batch_size=4,
         least_accuracy=0.6,
         smoke_runs=(("torchrun", 2),),
-        data_flag="--fake-data",
         no_children=("--workers", "0"),
     ),
     "fashionmnist_ddp": Script(
@@ -51,7 +48,6 @@ SCRIPTS = {
         batch_size=8,
         least_accuracy=0.5,
         smoke_runs=(("srun", 2), ("spawn", 2)),
-        data_flag="--fake-data",
     ),
     "synthetic_ddp": Script(
         learn=("--lr", "0.05"),
@@ -68,6 +64,4 @@ CHECKPOINT_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_che
 
 def script_path(script):
     """Return the path of a script's file. script is a name, as cpu_ddp, or the path of a copy."""
-    if script in SCRIPTS:
-        return ROOT / script / "train.py"
-    return Path(script)
+    return ROOT / script / "train.py" if script in SCRIPTS else Path(script)

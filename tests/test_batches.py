@@ -1,7 +1,7 @@
 """Each epoch uses each sample once, in an order of its own, on any number of processes.
 
-A run is defined by its global batch and its batch size: the parts of a step and their random
-numbers do not depend on the number of processes, and the gradient is that of the batch's mean.
+The parts of a step and their random numbers do not depend on the number of processes, and the
+gradient is that of the batch's mean.
 """
 
 import functools
@@ -67,12 +67,12 @@ def test_each_epoch_uses_each_sample_once_in_steps_of_a_global_batch(case):
     expected = [GLOBAL_BATCH] * 4
     if case[0] == "mnist_dp":  # it leaves nothing over
         expected.append(SAMPLES - sum(expected))
-    for number, steps in enumerate(samples_of_epochs(case), 1):
-        sizes = [len(set(samples)) for samples in steps]
-        assert sizes == expected, f"epoch {number}: different samples of each step: {sizes}"
+    for steps in samples_of_epochs(case):
+        sizes = [len(samples) for samples in steps]
+        assert sizes == expected, f"steps of an epoch have {sizes} samples, not {expected}"
         different = len(set(sum(steps, [])))
         assert different == sum(expected), (
-            f"epoch {number} uses {different} different samples, not each of {sum(expected)} once")
+            f"an epoch uses {different} different samples, not each of {sum(expected)} once")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -81,8 +81,7 @@ def test_the_order_differs_by_epoch_and_by_seed(script):
     orders = samples_of_epochs(case) + samples_of_epochs((*case, 1))
     for number, order in enumerate(orders):
         assert order not in orders[:number], (
-            f"3 epochs with --seed 0 and 3 with --seed 1: number {number + 1} has the order of an "
-            f"earlier one: {order[0]} ...")
+            f"3 epochs with --seed 0 and 3 with --seed 1: number {number + 1} repeats an order")
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
@@ -92,8 +91,8 @@ def test_parts_and_their_random_numbers_do_not_depend_on_the_number_of_processes
         [sorted((part.seed, part.numbers()) for part in parts) for parts in parts_of_steps(case)]
         for case in ((script, 4, 4), (script, 2, 4)))
     assert on_2 == on_4, (
-        f"a step has other parts on 2 processes than on 4, or other random numbers. Seeds and "
-        f"samples of step 1:\n{on_2[0]}\non 4:\n{on_4[0]}")
+        "a step has other parts on 2 processes than on 4, or other random numbers: seed and "
+        f"samples of the parts of step 1 are\n{on_2[0]}\non 4:\n{on_4[0]}")
     seeds = {seed for parts in on_4 for seed, _ in parts}
     assert len(seeds) == 48 or script == "cpu_ddp", (  # which draws none
         f"dropout repeats: 48 parts of steps have {len(seeds)} seeds")
@@ -111,7 +110,7 @@ def test_the_gradient_is_that_of_the_mean_of_the_batch(case):
             error = ((gradient - expected).norm() / expected.norm()).item()
             assert error < 1e-5, (
                 f"step {step + 1} on rank {rank}: the gradient is not that of the batch's mean, "
-                f"but differs by {100 * error:.3g} %: {gradient[:3]} ..., not {expected[:3]} ...")
+                f"but differs by {100 * error:.3g} %")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] != "cpu_ddp"], ids=str)
@@ -127,23 +126,19 @@ def test_evaluation_uses_each_test_sample_once_after_each_epoch(case):
 
 def test_evaluation_is_exact_on_3_ranks_with_the_running_statistics_of_rank_0():
     """10 samples are spread as 4, 3 and 3. The model's running mean differs on each rank."""
-    inputs = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
-    labels = inputs.argmax(1)
-    labels[9] = 3 - labels[9]  # one is wrong
     module = load_script("synthetic_ddp")
-    module.loss_and_correct = lambda model, inputs, labels: (
-        torch.tensor(0.5 * len(labels)), (model(inputs).argmax(1) == labels).sum())
+    inputs = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor(5 * [0, 1])
     cpu = torch.device("cpu")
 
     def evaluate(rank):
         module.init_process_group(rank, 3, cpu, 60)
         model = nn.BatchNorm1d(4, affine=False)
         model.running_mean += 1000 * rank * torch.arange(4)
-        means = module.evaluate(model, zip(inputs[rank::3].split(2), labels[rank::3].split(2)), cpu)
-        return means, model.running_mean.tolist(), model.training
+        return module.evaluate(model, zip(inputs[rank::3].split(2), labels[rank::3].split(2)), cpu)
 
-    for rank, result in enumerate(fork(3, evaluate)):
-        expected = (pytest.approx([0.5, 0.9]), [0, 0, 0, 0], True)
-        assert result == expected, (
-            f"rank {rank}: mean loss and accuracy of all samples, rank 0's running mean, and "
-            f"training mode after it: {expected}, not {result}")
+    expected = [nn.functional.cross_entropy(inputs, labels).item(),
+                (inputs.argmax(1) == labels).double().mean().item()]
+    for rank, means in enumerate(fork(3, evaluate)):
+        assert means == pytest.approx(expected, abs=1e-4), (
+            f"rank {rank}: loss and accuracy of all samples are {expected}, not {means}")

@@ -1,4 +1,4 @@
-"""What is printed is true: every number is computed a second time from the model's outputs.
+"""What is printed is true: each number is computed a second time, from the model's outputs.
 
 5 epochs of 5 steps of 32 samples, in two parts per process. A clock that the test owns makes a step
 take 2 seconds on rank 0 and 3 on rank 1. Runs with checkpoints are resumed after step 7.
@@ -12,7 +12,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-from checkpoints import load_checkpoint
 from functions import stop, watch
 from recorder import output_of, record_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
@@ -83,8 +82,8 @@ def assert_lines(script, text, expected):
 def test_each_line_of_a_resumed_run(script, tmp_path):
     """--log-every 4 are two steps of rank 0, and --save-every 0.1 are three.
 
-    A log line has the means of rank 0's samples in this epoch, and the speed since the resume: 32
-    samples in 2 seconds. At the end of an epoch, means are those of all ranks.
+    A log line has the means of rank 0's samples in this epoch, and the speed since the resume. At
+    the end of an epoch, means are those of all ranks.
     """
     path = tmp_path / "run.pt"
     flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 32, "--log-every", 4,
@@ -113,8 +112,6 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     if script == "cpu_ddp":
         lines.append(text.splitlines()[-1])  # see test_smoke.py
     assert_lines(script, text, lines)
-    step = load_checkpoint(path)["step"]
-    assert step == 25, f"{script}: after step 25, the checkpoint has {step}"
 
 
 @pytest.mark.parametrize("script, nproc, speed", [

@@ -7,18 +7,20 @@ of the page's script: see copies.py. Blocks of the same name are edits of the sa
 import argparse
 import functools
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
-from functions import finish, load_script, stop
+from functions import finish, load_script
 from image_folder import write_images
 from processes import clean_environment
 from recorder import Recorder, output_of, record_small_model
-from scripts import ROOT
+from scripts import ROOT, SCRIPTS
 
 TESTED = {
     "cifar10_ddp": ["use the weights"],
@@ -31,27 +33,24 @@ TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 
 def code_blocks(page):
     """Return the marked blocks of a page, as triples (name, place, code)."""
-    mark = r'^ *<!-- test: ([^,\n]*?)(?:, ([^\n]*))? -->\n *```python\n(.*?)^ *```$'
+    mark = r'^<!-- test: ([^,\n]*?)(?:, ([^\n]*))? -->\n```python\n(.*?)^```$'
     return re.findall(mark, page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def edits(script, name):
     """Return the pairs (place, code) of the blocks with this name on a script's page."""
     blocks = code_blocks(ROOT / script / "README.md")
-    found = [(place, code) for block_name, place, code in blocks if block_name == name]
-    assert found, f"{script}/README.md has no Python block behind <!-- test: {name} -->"
-    return found
+    return [(place, code) for block_name, place, code in blocks if block_name == name]
 
 
-def test_each_block_of_code_is_tested():
-    for page in ROOT.glob("**/README.md"):
-        if ".venv" in str(page):
-            continue
-        names = {name for name, _, _ in code_blocks(page)}
-        unknown = names - set(TESTED.get(page.parent.name, []))
-        assert not unknown, f"no test runs the code of {page} behind {unknown}"
-        unmarked = page.read_text().count("```python") - len(code_blocks(page))
-        assert not unmarked, f"{unmarked} Python blocks of {page} have no <!-- test: NAME --> above"
+@pytest.mark.parametrize("folder", [".", "containers", "slurm", "tests", *SCRIPTS])
+def test_each_block_of_code_is_tested(folder):
+    page = ROOT / folder / "README.md"
+    names = {name for name, _, _ in code_blocks(page)}
+    expected = set(TESTED.get(folder, []))
+    assert names == expected, f"{page} has code of {names}, but tests run that of {expected}"
+    unmarked = page.read_text().count("```python") - len(code_blocks(page))
+    assert not unmarked, f"{unmarked} Python blocks of {page} have no <!-- test: NAME --> above"
 
 
 @pytest.fixture
@@ -63,17 +62,13 @@ def copy(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("copy", ["own tensors"], indirect=True)
-def test_own_tensors_are_learned_and_a_stopped_run_is_resumed(copy, tmp_path):
+def test_own_tensors_are_learned(copy):
     for name, count in (("train.pt", 1024), ("test.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
         torch.save((inputs, inputs[:, :3].argmax(1)), name)
-    flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 3, "--checkpoint")
-    _, text = output_of(copy, *flags, tmp_path / "whole", nproc=2)
+    _, text = output_of(copy, "--batch-size", 16, "--lr", 0.01, "--epochs", 3, nproc=2)
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
     assert accuracy > 0.8, f"the copy of the page does not learn its tensors:\n{text}"
-    stop(copy, *flags, tmp_path / "resumed", nproc=2, after=40)
-    finish(copy, *flags, tmp_path / "resumed", nproc=2)
-    assert_equal(tmp_path / "whole", tmp_path / "resumed")
 
 
 @pytest.mark.parametrize("copy", ["clipping"], indirect=True)
@@ -85,19 +80,11 @@ def test_clipping_limits_the_norm_of_the_averaged_gradients(copy):
 
 @pytest.mark.parametrize("copy", ["compile"], indirect=True)
 def test_a_compiled_model_is_saved_under_the_names_of_the_original(copy, tmp_path):
-    """A stand-in for the compiler behind torch.compile, which takes a minute and requires g++."""
+    """Without the compiler behind torch.compile, which takes a minute and requires g++."""
     def setup(module, rank):
-        graphs = []
+        torch.compile = functools.partial(torch.compile, backend="eager")  # of this process
 
-        def backend(graph, inputs):
-            graphs.append(len(inputs))
-            return graph.forward
-
-        torch.compile = functools.partial(torch.compile, backend=backend)  # of this process
-        return graphs
-
-    ranks = finish(copy, *FLAGS, 1, "--checkpoint", tmp_path / "run.pt", nproc=2, setup=setup)
-    assert all(ranks), f"the page's edit compiles no graph of the model: {ranks}"
+    finish(copy, *FLAGS, 1, "--checkpoint", tmp_path / "run.pt", nproc=2, setup=setup)
     names = list(load_checkpoint(tmp_path / "run.pt")["model"])
     original = list(load_script("fashionmnist_ddp").CNN().state_dict())
     assert names == original, f"the checkpoint of the compiled model has other names: {names}"
@@ -105,9 +92,9 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_original(copy, tmp_pat
 
 @pytest.mark.parametrize("copy", ["best weights"], indirect=True)
 def test_the_best_weights_are_those_of_the_best_epoch(copy):
-    """The accuracies of the test set are given: the second epoch of four is the best."""
+    """The accuracies of the test set are given: the second epoch of three is the best."""
     def setup(module, rank):
-        accuracies = iter([0.5, 0.9, 0.7, 0.8])
+        accuracies = iter([0.5, 0.9, 0.7])
         states = []
 
         def evaluate(model, *_):
@@ -117,28 +104,27 @@ def test_the_best_weights_are_those_of_the_best_epoch(copy):
         module.evaluate = evaluate
         return states
 
-    ranks = finish(copy, *FLAGS, 4, nproc=2, setup=setup)
+    ranks = finish(copy, *FLAGS, 3, nproc=2, setup=setup)
     best = torch.load("best.pt")
-    assert best["accuracy"] == 0.9, f"the best of 0.5, 0.9, 0.7, 0.8 is not {best['accuracy']}"
+    assert best["accuracy"] == 0.9, f"the best of 0.5, 0.9, 0.7 is not {best['accuracy']}"
     assert_equal(dict(best["model"]), ranks[0][1], "best.pt")
 
 
 @pytest.mark.parametrize("copy", ["F1"], indirect=True)
 def test_f1_is_that_of_the_test_images_of_all_ranks(copy):
-    ranks, text = output_of(copy, *FLAGS, 3, nproc=3, setup=record_small_model)
-    printed = [float(number) for number in re.findall(r"^F1 ([\d.]+)$", text, re.MULTILINE)]
+    ranks, text = output_of(copy, *FLAGS, 2, nproc=3, setup=record_small_model)
     expected = []
-    for number in range(3):
-        parts = [part for recorder in ranks for part in recorder.evaluations[number]]
-        found = torch.cat([part.outputs for part in parts]).argmax(1)
-        labels = torch.cat([part.batch[-1] for part in parts])
-        scores = []
-        for label in range(10):
-            right = ((found == label) & (labels == label)).sum().item()
-            scores.append(2 * right / max(1, (found == label).sum() + (labels == label).sum()))
-        expected.append(float(sum(scores)) / 10)
+    for evaluations in zip(*(recorder.evaluations for recorder in ranks)):
+        parts = sum(evaluations, [])
+        found = F.one_hot(torch.cat([part.outputs for part in parts]).argmax(1), 10)
+        labels = F.one_hot(torch.cat([part.batch[-1] for part in parts]), 10)
+        right = (found * labels).sum(0)
+        precision, recall = right / found.sum(0), right / labels.sum(0)
+        scores = 2 * precision * recall / (precision + recall)
+        expected.append(scores.nan_to_num().mean().item())
+    printed = [float(number) for number in re.findall(r"^F1 ([\d.]+)$", text, re.MULTILINE)]
     assert printed == pytest.approx(expected, abs=1e-4), (
-        f"F1 of the test images of all ranks, in three epochs, is {expected}:\n{text}")
+        f"F1 of the test images of all ranks is {expected}:\n{text}")
 
 
 @pytest.mark.parametrize("copy", ["TensorBoard"], indirect=True)
@@ -149,11 +135,10 @@ def test_tensorboard_gets_the_accuracies_that_rank_0_logs(copy, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", argparse.Namespace(
         SummaryWriter=lambda folder: argparse.Namespace(add_scalar=add_scalar)))
-    _, text = output_of(copy, *FLAGS, 3, nproc=2)
+    _, text = output_of(copy, *FLAGS, 2, nproc=2)
     written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
     assert written == re.findall(TEST_LINE, text), (
         f"TensorBoard gets other values than those of the test lines:\n{text}")
-    assert len(written) == 3, f"one value is due in each of three epochs:\n{text}"
 
 
 # --- cifar10_ddp/README.md: the trained weights ---
@@ -178,7 +163,7 @@ def test_the_weights_classify_as_in_the_run(tmp_path, monkeypatch):
              "--checkpoint", "images.pt")
     _, text = output_of("cifar10_ddp", *flags, nproc=2)
     expected = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", text)[-1]
-    (tmp_path / "image.jpg").write_bytes((tmp_path / "DIR/val/dog/1.jpg").read_bytes())
+    shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
     ((_, code),) = edits("cifar10_ddp", "use the weights")
     process = subprocess.run([sys.executable, "-c", code + MEANS], capture_output=True,
                              text=True, env=clean_environment(PYTHONPATH=ROOT))

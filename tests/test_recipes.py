@@ -1,4 +1,4 @@
-"""The recipes: learning rates, weight decay, dropout, pixels, flips and crops, bfloat16."""
+"""The recipes: learning rates, weight decay, flips and crops, bfloat16."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,63 +32,27 @@ def test_the_optimizer_of_cifar10():
     module = load_script("cifar10_ddp")
     args = module.parse_args(["--lr", "6400"])
     model, optimizer = module.build_model(args, 10, 8, torch.device("cpu"))
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    decay = {parameter: group["weight_decay"]
+             for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        expected = 5e-4 if parameter.ndim > 1 else 0
+        assert decay[parameter] == expected, f"{name} must have a weight decay of {expected}"
     for group in optimizer.param_groups:
         assert group["lr"] == 200, f"--lr 6400 with a global batch of 8 is 200, not {group['lr']}"
-        assert (group["momentum"], group["nesterov"]) == (0.9, True), (
-            "cifar10_ddp trains with Nesterov's momentum of 0.9")
-        for parameter in group["params"]:
-            expected = 5e-4 if parameter.ndim > 1 else 0
-            assert group["weight_decay"] == expected, (
-                f"{names[parameter]} must have a weight decay of {expected}")
-            names.pop(parameter)
-    assert not names, f"the optimizer does not train {list(names.values())}"
-
-
-# ---- dropout and pixels ----
-@pytest.mark.parametrize("script, arguments", [("mnist_dp", [False]), ("fashionmnist_ddp", [])])
-def test_dropout(script, arguments):
-    model = load_script(script).CNN(*arguments)
-    for layer, probability in ((model.dropout1, 0.25), (model.dropout2, 0.5)):
-        shares = []
-        hook = layer.register_forward_hook(lambda _, inputs, output: shares.append(
-            (output[inputs[0] > 0] == 0).double().mean().item()))
-        torch.manual_seed(0)
-        model(torch.rand(64, 1, 28, 28))
-        hook.remove()
-        assert shares == [pytest.approx(probability, abs=0.03)], (
-            f"{script}: a layer sets {shares} of its inputs to zero, not {probability}")
-
-
-class See(nn.Module):
-    """A model that keeps its inputs."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.linear = nn.Linear(channels, 10)
-
-    def forward(self, images):
-        self.images = images
-        return self.linear(images.mean((2, 3)))
-
-
-@pytest.mark.parametrize("script, channels, black, white", [
-    ("mnist_dp", 1, 0, 1), ("fashionmnist_ddp", 1, 0, 1), ("cifar10_ddp", 3, -115 / 57, 140 / 57)])
-def test_black_and_white_pixels(script, channels, black, white):
-    images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
-    images = images.repeat(1, channels, 28, 28)
-    model = See(channels).eval()
-    load_script(script).loss_and_correct(model, images, torch.tensor([0, 1]))
-    ends = model.images[0].unique().tolist() + model.images[1].unique().tolist()
-    assert ends == pytest.approx([black, white]), (
-        f"{script}: the model sees black and white as {ends}, not {[black, white]}")
-    assert images.unique().tolist() == [0, 255], f"{script}: loss_and_correct changes its images"
 
 
 # ---- flips and crops ----
+class See(nn.Module):
+    """A model that keeps its inputs."""
+
+    def forward(self, images):
+        self.images = images
+        return torch.zeros(len(images), 10)
+
+
 def test_fashionmnist_flips_half_of_the_images_in_training_alone():
     module = load_script("fashionmnist_ddp")
-    model = See(1)
+    model = See()
     images = torch.arange(28, dtype=torch.uint8).expand(2000, 1, 28, 28)
     torch.manual_seed(0)
     for training, least, most in ((True, 900, 1100), (False, 0, 0)):
@@ -106,10 +70,7 @@ def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
     torch.manual_seed(0)
     rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
     image = torch.stack([columns, rows, 0 * rows]).to(torch.uint8)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other, on images so small
     crops = torch.stack([transform(image) for _ in range(2000)])
-    torch.set_num_threads(threads)
     flipped = crops[:, 0, 16, 16] > crops[:, 0, 16, 17]
     assert 900 < flipped.sum() < 1100, f"of 2000 images {flipped.sum()} are flipped, not half"
     places = set(map(tuple, crops[~flipped, :2, 16, 16].tolist()))
@@ -129,12 +90,11 @@ def test_bfloat16_in_training_and_evaluation(script):
     assert types == {torch.bfloat16}, f"with --bf16, {script} computes in {types}"
 
 
-@pytest.mark.parametrize("bf16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
-def test_the_model_of_data_parallel_enters_autocast_in_each_thread(bf16, dtype):
+def test_the_model_of_data_parallel_enters_autocast_in_each_thread():
     """Autocast is local to a thread, and nn.DataParallel starts one for each GPU."""
-    model = load_script("mnist_dp").CNN(bf16)
+    model = load_script("mnist_dp").CNN(bf16=True)
     dtypes = []
     model.fc1.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     with ThreadPoolExecutor() as pool:
         pool.submit(model, torch.zeros(1, 1, 28, 28)).result()
-    assert dtypes == [dtype], f"with bf16={bf16}, a thread computes in {dtypes[0]}"
+    assert dtypes == [torch.bfloat16], f"with --bf16, a thread computes in {dtypes[0]}"

@@ -1,9 +1,5 @@
 """A checkpoint is only resumed by the run that it belongs to."""
 
-import functools
-import tempfile
-from pathlib import Path
-
 import pytest
 from checkpoints import load_checkpoint
 from copies import make_copy
@@ -17,32 +13,18 @@ CHANGE_NO_WEIGHTS = {"epochs", "batch_size", "bf16", "nproc", "workers", "data_d
 
 def run_once(script, path, *flags, nproc=1):
     """Train for an epoch of 16 samples, and return the argument of sys.exit of each rank."""
-    name = script if script in SCRIPTS else "fashionmnist_ddp"  # a copy of it
-    flags = [SCRIPTS[name].data_flag, 16, "--batch-size", 8, "--epochs", 1, "--seed", 3,
-             "--checkpoint", path, *SCRIPTS[name].no_children, *flags]
+    details = SCRIPTS.get(script, SCRIPTS["fashionmnist_ddp"])  # or a copy of it
+    flags = [details.data_flag, 16, "--batch-size", 8, "--epochs", 1, "--seed", 3,
+             "--checkpoint", path, *details.no_children, *flags]
     ranks = train(script, *flags, nproc=nproc, setup=use_small_model)
     return [code for _, code, _ in ranks]
 
 
-@functools.cache
-def checkpoint_of(script):
-    """Return the bytes of a script's checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.pt"
-        codes = run_once(script, path)
-        assert codes == [0], f"{script} has ended with {codes}"
-        return path.read_bytes()
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.pt"
-
-
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
-def test_a_run_is_defined_by_all_flags_that_change_its_weights(script, path):
+def test_a_run_is_defined_by_all_flags_that_change_its_weights(script, tmp_path):
     """A flag that is added is among them, unless it is named in NO_EFFECT, and here."""
-    path.write_bytes(checkpoint_of(script))
+    path = tmp_path / "run.pt"
+    run_once(script, path)
     settings = load_checkpoint(path)["settings"]
     flags = vars(load_script(script).parse_args([]))
     missing = flags.keys() - CHANGE_NO_WEIGHTS - settings.keys()
@@ -54,30 +36,30 @@ def test_a_run_is_defined_by_all_flags_that_change_its_weights(script, path):
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
-def test_the_settings_and_the_global_batch_of_the_first_start_stay(script, path):
+def test_the_settings_and_the_global_batch_of_the_first_start_stay(script, tmp_path):
     """Two processes take 4 samples each, as one has taken 8."""
-    path.write_bytes(checkpoint_of(script))
+    path = tmp_path / "run.pt"
+    run_once(script, path)
     codes = run_once(script, path, "--batch-size", 4, "--epochs", 2)
     assert codes == [0], f"{script} has not accepted its own checkpoint: {codes}"
     for code in run_once(script, path, "--seed", 5, "--global-batch", 16, nproc=2):
-        assert str(code).startswith("error: "), f"{script} resumes with another seed: {code!r}"
-        for difference in ("seed 3, not 5", "global_batch 8, not 16"):
-            assert difference in code, f"{script} does not refuse {difference}: {code!r}"
-        assert "--checkpoint" in code, f"the error line has no remedy: {code!r}"
+        for words in ("error: ", "seed 3, not 5", "global_batch 8, not 16"):
+            assert words in str(code), f"{script} resumes another run's checkpoint: {code!r}"
     codes = run_once(script, path, "--epochs", 3, nproc=2)
     assert codes == [0, 0], f"{script} has not resumed on two processes: {codes}"
     checkpoint = load_checkpoint(path)
     found = checkpoint["settings"]["global_batch"], checkpoint["step"]
     assert found == (8, 6), (
-        f"{script}: 3 epochs of 16 samples have 6 steps of a global batch of 8, also if it is "
-        f"resumed on two processes; global batch and step are {found}")
+        f"{script}: 3 epochs of 16 samples have 6 steps of the first start's global batch of 8, "
+        f"also on two processes; global batch and step are {found}")
 
 
-def test_a_new_flag_of_a_copy_is_checked_without_being_named_anywhere(path, tmp_path):
+def test_a_new_flag_of_a_copy_is_checked_without_being_named_anywhere(tmp_path):
     """Neither do checkpoints that lack it become useless, if its default is None."""
     flag = 'parser.add_argument("--smoothing", type=float)'
     copy = make_copy("fashionmnist_ddp", tmp_path / "copy.py", ('before "--bf16"', flag))
-    path.write_bytes(checkpoint_of("fashionmnist_ddp"))
+    path = tmp_path / "run.pt"
+    run_once("fashionmnist_ddp", path)
     (code,) = run_once(copy, path, "--smoothing", 0.2)
     assert "smoothing None, not 0.2" in str(code), (
         f"a copy resumes with another value of its new flag, or does not name it: {code!r}")
