@@ -70,12 +70,6 @@ def assert_follows_the_requirements(script, folder, env):
         assert (folder / "bin/torchrun").exists(), f"{script.name} has installed no torchrun"
 
 
-def assert_error_line(done, remedy):
-    assert done.returncode != 0, f"it succeeds, and must say: {remedy}"
-    assert done.stderr.startswith("error: "), f"no error line:\n{done.stderr}"
-    assert remedy in done.stderr, f"the error line does not name {remedy}:\n{done.stderr}"
-
-
 def test_venv_that_was_interrupted_is_completed(project, environment):
     """It has no pip, and not the file that venv writes last."""
     command = [sys.executable, "-m", "venv", "--without-pip", project / ".venv"]
@@ -85,23 +79,21 @@ def test_venv_that_was_interrupted_is_completed(project, environment):
     assert_follows_the_requirements(script, project / ".venv", environment)
 
 
-@pytest.mark.parametrize("lack, remedy", [
-    ("sys.version_info = (3, 9, 1)", "Python 3.10"),
-    ("sys.modules['ensurepip'] = None", "python3-venv"),
+@pytest.mark.parametrize("script, lack, remedy", [
+    ("create-venv.sh", "sys.version_info = (3, 9, 1)", "Python 3.10"),
+    ("create-venv.sh", "sys.modules['ensurepip'] = None", "python3-venv"),
+    ("create-conda-env.sh", "no conda", f"{os.uname().sysname}-{os.uname().machine}.sh\n    bash "),
 ])
-def test_python_that_cannot_make_a_venv(lack, remedy, project, environment):
+def test_what_the_machine_lacks_is_an_error_line(script, lack, remedy, project, environment):
     """This machine's Python takes the place of one that is too old or has no venv."""
     python = project / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lack}; $2"\n')
     python.chmod(0o755)
-    environment["PYTHON"] = str(python)
-    assert_error_line(bash(project / "slurm/create-venv.sh", environment), remedy)
+    done = bash(project / "slurm" / script, environment | {"PYTHON": str(python)})
+    assert done.returncode != 0, f"{script} succeeds, and must say: {remedy}"
+    assert done.stderr.startswith("error: "), f"no error line:\n{done.stderr}"
+    assert remedy in done.stderr, f"the error line does not name {remedy}:\n{done.stderr}"
     assert not (project / ".venv").exists(), "a Python that cannot make a venv has begun one"
-
-
-def test_without_conda_the_error_shows_how_to_install_it(project, environment):
-    done = bash(project / "slurm/create-conda-env.sh", environment)
-    assert_error_line(done, f"Miniforge3-{os.uname().sysname}-{os.uname().machine}.sh\n    bash ")
 
 
 def test_conda_environment_is_made_once(project, environment, tmp_path):
