@@ -1,5 +1,7 @@
 """Killed runs resume from their last checkpoint, and end with the weights of an undisturbed run.
 
+On 2 processes they are equal bit for bit, on 4 up to rounding.
+
 bash tests/run.sh --all -s -k killed_at_random --chaos-kills 200      # prints what it did
 """
 
@@ -12,7 +14,7 @@ import time
 from collections import Counter
 
 import pytest
-from checkpoints import assert_equal, load_checkpoint
+from checkpoints import assert_equal, difference, load_checkpoint
 from copies import make_copy
 from functions import finish
 from processes import start, wait_until_gone
@@ -86,10 +88,13 @@ def test_killed_at_random_and_resumed_exactly(share, script, launcher, nproc, fl
             counts["resumed"] += bool(re.search(r"steps [1-9]\d* to \d+$", text, re.MULTILINE))
         counts["runs"] += 1
         assert counts["runs"] <= 10 + kills, f"{name}: most runs end too early: make them longer"
-        assert_equal(load_checkpoint(checkpoint), load_checkpoint(undisturbed),
-                     f"{name}, after {dict(counts)}, beside an undisturbed run: the checkpoint")
+        if nproc == 2:
+            assert_equal(load_checkpoint(checkpoint), load_checkpoint(undisturbed),
+                         f"{name}, after {dict(counts)}, beside an undisturbed run: the checkpoint")
+        found = difference(checkpoint, undisturbed)  # DDP's first step adds up in another order
+        assert found < 1e-6, f"{name}, after {dict(counts)}: weights differ by {found}"
     assert counts["resumed"] > 0, f"no start of {name} has resumed: {dict(counts)}"
-    print(f"{name}: all runs ended with equal checkpoints after {dict(counts)}")
+    print(f"{name}: all runs ended with equal weights after {dict(counts)}")
 
 
 # --- torchrun ---
