@@ -67,7 +67,7 @@ def test_files_differ_only_in_name_script_and_launch(name):
     for file in (name, "cifar10"):
         options, set_up, launch, requeue = parts(file)
         options = re.findall(r"^#SBATCH --(?!job-name|cpus-per-task).*", options, re.MULTILINE)
-        command = re.search(r"^srun .*?(?= --ntasks)", launch, re.MULTILINE)[0]
+        command = re.search(r"^srun .*?(?= --ntasks)", launch, re.MULTILINE).group()
         common.append([*options, *set_up.splitlines(), command, *requeue.splitlines()])
     assert common[0] == common[1], f"{name}.sbatch and cifar10.sbatch: copy the change to all"
     lines = "\n\n".join(parts(name)).count("\n")
