@@ -128,8 +128,8 @@ def train(args):
 
     signals = []
     handle_signals(lambda signum, frame: signals.append(signum))
-    start_step = step
-    start = log_time = save_time = time.perf_counter()
+    first_step = step + 1
+    save_time = time.perf_counter()
     for epoch in range(step // steps_per_epoch, args.epochs):
         # The order depends on seed and epoch only: a resumed run goes on where it stopped
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
@@ -155,9 +155,11 @@ def train(args):
             step += 1
 
             now = time.perf_counter()
-            if rank == 0 and now - log_time >= args.log_every:
+            if step == first_step:  # it takes longer than others
+                start = log_time = now
+            elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
-                rate = (step - start_step) / (now - start)
+                rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  {rate * global_batch:,.0f} samples/s  "
                     f"{timedelta(seconds=round((total_steps - step) / rate))} left")

@@ -181,8 +181,8 @@ def train(args):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     signals = []
     handle_signals(lambda signum, frame: signals.append(signum))
-    start_step = step
-    start = log_time = save_time = time.perf_counter()
+    first_step = step + 1
+    save_time = time.perf_counter()
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
         # The order depends on seed and epoch only: a resumed run goes on where it stopped
@@ -214,9 +214,11 @@ def train(args):
             step += 1
 
             now = time.perf_counter()
-            if rank == 0 and now - log_time >= args.log_every:
+            if step == first_step:  # it takes longer than others
+                start = log_time = now
+            elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
-                rate = (step - start_step) / (now - start)
+                rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  accuracy {correct_sum / count:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "

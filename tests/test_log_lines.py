@@ -39,6 +39,13 @@ def with_clock(module, rank):
     return recorder
 
 
+def with_slow_start(module, rank):
+    recorder = with_clock(module, rank)
+    clock = module.time.perf_counter
+    module.time.perf_counter = lambda: clock() + (6 if recorder.steps else 0)
+    return recorder
+
+
 def flags_of(script):
     return [SCRIPTS[script].data_flag, 164, "--epochs", 5, "--seed", 3, "--lr", 0.1,
             *SCRIPTS[script].no_children]
@@ -82,22 +89,22 @@ def assert_lines(script, text, expected):
 def test_each_line_of_a_resumed_run(script, tmp_path):
     """--log-every 4 are two steps of rank 0, and --save-every 0.1 are three.
 
-    A log line has the means of rank 0's samples in this epoch, and the speed since the resume. At
-    the end of an epoch, means are those of all ranks.
+    A log line has the means of rank 0's samples in this epoch, and the speed after the first step,
+    which takes 6 seconds longer. At the end of an epoch, means are those of all ranks.
     """
     path = tmp_path / "run.pt"
     flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 32, "--log-every", 4,
              "--save-every", 0.1, "--checkpoint", path]
     stop(script, *flags, nproc=2, after=RESUMED, setup=with_clock)
-    ranks, text = output_of(script, *flags, nproc=2, setup=with_clock)
+    ranks, text = output_of(script, *flags, nproc=2, setup=with_slow_start)
     unit = "samples" if script == "cpu_ddp" else "images"
     has_test_set = SCRIPTS[script].has_test_set
     lines = [HEADERS[script]]
-    saved = RESUMED
+    saved = RESUMED - 2  # the first step takes as long as three
     for step in range(RESUMED + 1, 26):
         epoch = (step + 4) // 5
         steps = max(0, 5 * epoch - 5 - RESUMED), step - RESUMED  # of this epoch, since the resume
-        if (step - RESUMED) % 2 == 0:
+        if step > RESUMED + 1 and (step - RESUMED) % 2 == 1:
             lines.append(f"epoch {epoch}/5  step {step}/25  "
                          f"{means(script, parts_of(ranks[:1], *steps))}  16 {unit}/s  "
                          f"{timedelta(seconds=2 * (25 - step))} left")
@@ -108,7 +115,7 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
             lines.append(f"epoch {epoch}/5  {means(script, parts_of(ranks, *steps))}")
         if step % 5 == 0 and has_test_set:
             lines.append(f"epoch {epoch}/5  {means_of_test_set(script, ranks, epoch - 2)}  "
-                         f"{2 * (steps[1] - steps[0])}.0 s")
+                         f"{2 * (steps[1] - steps[0]) + (6 if epoch == 2 else 0)}.0 s")
     if script == "cpu_ddp":
         lines.append(text.splitlines()[-1])  # see test_smoke.py
     assert_lines(script, text, lines)
