@@ -9,7 +9,7 @@ Three programs train the same model on generated data, with the same batch size,
     tutorial  the data loading and the loop of the tutorial that the script follows, in float32;
     compute   the steps of the script on one batch in memory, without input and exchange.
 They run in turn. A ratio is the median of the ratios of each round, so that what else the machine
-does affects it little. Speeds are without start, first steps, evaluation and saving.
+does affects it little. Speeds are without start, first step, evaluation and saving.
 """
 import argparse
 import itertools
@@ -112,13 +112,14 @@ def compute_steps(module, model, optimizer, data, args, device):
 
 
 def run_program(name, script, flags):
-    """Run a process of the tutorial's loop, or of compute, and print the time after its steps."""
+    """Run a process of the tutorial's loop, or of compute, and print its speed after each step."""
     module = load_script(script)
     args = module.parse_args(flags)
     rank, nproc = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if GPUS else torch.device("cpu")
     if name == "tutorial":
         args.bf16 = False
+        torch.set_num_threads(max(1, CORES // nproc))
     else:
         module.configure_cpu()
         torch.backends.cudnn.benchmark = True  # as in the scripts, not in the tutorials
@@ -128,71 +129,49 @@ def run_program(name, script, flags):
     data = module.load_data(args, True)
     if script == "cifar10_ddp":
         data = data.tensors
-    count = len(data[0]) // (args.batch_size * nproc)
     steps = compute_steps(module, model, optimizer, data, args, device)
     if name == "tutorial":
         steps = tutorial_steps(script, model, data, args, rank, nproc, device)
-    for step, _ in enumerate(itertools.islice(steps, count), 1):
-        if step in (1 + count // 10, count):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            print(f"epoch 1/1  step {step}/{count}", flush=True)
+    count = len(data[0]) // (args.batch_size * nproc)
+    next(steps)
+    start = time.perf_counter()
+    for _ in itertools.islice(steps, count - 1):
+        pass
+    if GPUS:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    if rank == 0:
+        print(f"{(count - 1) * args.batch_size * nproc / seconds:,.0f} images/s", flush=True)
     os._exit(0)  # at once: without waiting for the tutorial's loader processes
 
 
 # --- the measurement ---
-def speed(command, nproc, global_batch):
-    """Run a program to its end, and return samples/s.
-
-    It is measured between the first and the last line of an epoch that name a step; mnist_dp says
-    it itself, at the end of each epoch.
-    """
-    env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
-           "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc),
-           "OMP_NUM_THREADS": str(max(1, CORES // nproc)), "PYTHONWARNINGS": "ignore"}
-    processes = [
-        subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         stdout=subprocess.DEVNULL if rank else subprocess.PIPE, text=True)
-        for rank in range(nproc)]
-    times = {}  # of each epoch: pairs (seconds, step)
-    text = ""
-    try:
-        for line in processes[0].stdout:
-            text += line
-            step = re.match(r"epoch (\d+)/\d+  step (\d+)/", line)
-            if step:
-                times.setdefault(step[1], []).append((time.perf_counter(), int(step[2])))
-        statuses = [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(statuses):
-        sys.exit(f"error: {command} has failed:\n{text}")
-    lines = max(times.values(), key=len, default=[])
-    if len(lines) < 2:
-        return float(re.findall(r"([\d,]+) (?:images|samples)/s", text)[-1].replace(",", ""))
-    (start, first), *_, (end, last) = lines
-    return (last - first) * global_batch / (end - start)
+def speed(program, nproc):
+    """Run a program (its path and arguments) to its end, and return its last images/s."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--master-addr=localhost",
+                f"--master-port={free_port()}", f"--nproc-per-node={nproc}"]
+    result = subprocess.run([*torchrun, *program], env={**os.environ, "PYTHONWARNINGS": "ignore"},
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        sys.exit(f"error: {program} has failed:\n{result.stdout}")
+    return float(re.findall(r"([\d,]+) images/s", result.stdout)[-1].replace(",", ""))
 
 
 def measure(script, nproc, args):
     """Return for each program a list of its speeds, one for each round."""
-    global_batch = BATCH_SIZES[script] * nproc
-    samples = STEPS[script] * global_batch * (50 if GPUS else 1)
+    samples = STEPS[script] * BATCH_SIZES[script] * nproc * (50 if GPUS else 1)
     flags = ["--fake-data", str(samples), "--batch-size", str(BATCH_SIZES[script])]
     flags += ["--epochs", "2" if script == "mnist_dp" else "1"]
     if args.bf16:
         flags.append("--bf16")
     log_flags = [] if script == "mnist_dp" else ["--log-every", "0.1"]
-    commands = {"script": [sys.executable, ROOT / script / "train.py", *flags, *log_flags]}
+    programs = {"script": [ROOT / script / "train.py", *flags, *log_flags]}
     for name in ("tutorial", "compute"):
-        commands[name] = [sys.executable, __file__, "--program", name, script, *flags]
-    speeds = {name: [] for name in commands}
-    for number in range(args.rounds):
-        names = list(commands)
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            speeds[name].append(speed(commands[name], nproc, global_batch))
+        programs[name] = [__file__, "--program", name, script, *flags]
+    speeds = {name: [] for name in programs}
+    for _ in range(args.rounds):
+        for name, program in programs.items():
+            speeds[name].append(speed(program, nproc))
     return speeds
 
 
@@ -212,7 +191,7 @@ def main():
     args = parser.parse_args()
     print(f"{CORES} cores, {GPUS} GPUs | torch {torch.__version__} | {args.rounds} rounds, median "
           f"(least to most){' | bfloat16' if args.bf16 else ''}\n\n"
-          "| script, processes x batch size | samples/s | times tutorial | times compute |\n"
+          "| script, processes x batch size | images/s | times tutorial | times compute |\n"
           "|---|---|---|---|", flush=True)
     for script in args.only:
         nproc = 1 if script == "mnist_dp" else args.nproc

@@ -1,6 +1,6 @@
 """On GPUs: each script on one and on all of this machine, bfloat16, stop and resume.
 
-Skipped without a GPU. Run on an emulated CUDA driver with 1, 2 and 4 GPUs, not on real GPUs.
+Skipped without a GPU. Run on one NVIDIA H200, and with 2 and 4 GPUs on an emulated CUDA driver.
 """
 
 import re
@@ -12,8 +12,7 @@ from processes import GPUS, run, start
 from scripts import SCRIPTS, script_path
 
 if not GPUS:
-    pytest.skip("requires a GPU (run on an emulated driver so far, not on real GPUs)",
-                allow_module_level=True)
+    pytest.skip("requires a GPU", allow_module_level=True)
 
 COUNT = len(GPUS)
 # Of a barrier without a device, of strides: not FutureWarning
