@@ -3,9 +3,9 @@
 The functions are equal in all scripts: those of fashionmnist_ddp are tested.
 """
 
-import argparse
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,10 +39,10 @@ def test_processes_share_the_cores(module, environ, monkeypatch, processes, omp,
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     threads = [None]
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    environ.update({name: value for name, value in
-                    [("LOCAL_WORLD_SIZE", processes), ("OMP_NUM_THREADS", omp)] if value})
-    library = argparse.Namespace(CDLL=lambda name: argparse.Namespace())
-    monkeypatch.setattr(module, "ctypes", library)
+    monkeypatch.setattr(module, "ctypes", SimpleNamespace(CDLL=lambda name: None))
+    environ["LOCAL_WORLD_SIZE"] = processes
+    if omp:
+        environ["OMP_NUM_THREADS"] = omp
     module.configure_cpu()
     assert threads[-1] == expected, f"{why}: {threads[-1]} threads, not {expected}"
 
@@ -85,22 +85,19 @@ def test_mpirun_is_an_error_line(module, environ, variables):
         pytest.fail(f"{variables} is taken for rank, local rank, world size {ranks}")
 
 
-@pytest.mark.parametrize("nodes, first", [
-    ("n07", "n07"), ("n[07,12-14]", "n07"), ("gpu-a100-[001-128]", "gpu-a100-001"),
-    ("n7,gpu[1-2]", "n7"),
-])
-def test_the_first_node_of_a_step_is_the_master(module, environ, nodes, first):
-    environ.update(STEP, SLURM_STEP_NODELIST=nodes)
+@pytest.mark.parametrize("variables, master", [
+    ({"SLURM_STEP_NODELIST": "n07"}, r"n07:\d+"),
+    ({"SLURM_STEP_NODELIST": "n[07,12-14]"}, r"n07:\d+"),
+    ({"SLURM_STEP_NODELIST": "gpu-a100-[001-128]"}, r"gpu-a100-001:\d+"),
+    ({"SLURM_STEP_NODELIST": "n7,gpu[1-2]"}, r"n7:\d+"),
+    ({"MASTER_ADDR": "n01", "MASTER_PORT": "1234"}, "n01:1234"),
+], ids=str)
+def test_the_master_is_the_first_node_of_a_step_or_the_users_choice(module, environ, variables,
+                                                                    master):
+    environ.update(STEP | variables)
     module.setup_environment()
-    assert environ["MASTER_ADDR"] == first, (
-        f"the first node of SLURM_STEP_NODELIST={nodes} is {first}, not {environ['MASTER_ADDR']}")
-
-
-def test_a_users_master_address_and_port_are_kept(module, environ):
-    environ.update(STEP, MASTER_ADDR="n01", MASTER_PORT="1234")
-    module.setup_environment()
-    found = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    assert found == ("n01", "1234"), f"MASTER_ADDR=n01 MASTER_PORT=1234 have become {found}"
+    found = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    assert re.fullmatch(master, found), f"{variables}: the master is {found}, not {master}"
 
 
 def test_jobs_and_steps_have_different_ports(module, environ):
@@ -123,35 +120,30 @@ def set_gpus(monkeypatch, count, usable):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
 
 
-@pytest.mark.parametrize("count, usable, local_world_size, local_rank, expected", [
-    (2, True, 2, 1, "cuda:1"),
-    (1, True, 1, 3, "cuda:0"),  # srun may show each process only its own GPU
-    (0, False, 4, 3, "cpu"),
-    (2, False, 2, 0, "error: .*cannot use"),  # the driver is too old for this PyTorch
-    (2, True, 3, 0, "error: more processes"),
-    (2, True, 1, 2, "error: more processes"),
+@pytest.mark.parametrize("count, local_world_size, local_rank, expected", [
+    (2, "2", 1, "cuda:1"),
+    (1, "1", 3, "cuda:0"),  # srun may show each process only its own GPU
+    (0, "4", 3, "cpu"),
 ])
-def test_the_device_of_a_process(module, environ, monkeypatch, count, usable, local_world_size,
-                                 local_rank, expected):
-    set_gpus(monkeypatch, count, usable)
-    environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
-    try:
-        device = str(module.pick_device(local_rank))
-    except SystemExit as error:
-        device = str(error)
-    assert re.match(expected, device), (
-        f"local rank {local_rank} of {local_world_size} with {count} GPUs uses {device!r}, not "
-        f"{expected!r}")
+def test_the_device_of_a_process(module, environ, monkeypatch, count, local_world_size, local_rank,
+                                 expected):
+    set_gpus(monkeypatch, count, usable=count > 0)
+    environ["LOCAL_WORLD_SIZE"] = local_world_size
+    device = str(module.pick_device(local_rank))
+    assert device == expected, f"local rank {local_rank} uses {device} of {count} GPUs"
 
 
-def test_mp_spawn_refuses_more_processes_than_gpus_once(module, environ, monkeypatch):
-    """Before it starts them, so that the error line is printed once."""
-    set_gpus(monkeypatch, 2, usable=True)
-    with pytest.raises(SystemExit, match="error: .*more processes.*CUDA_VISIBLE_DEVICES="):
-        module.spawn(3, None)
-
-
-def test_mnist_dp_refuses_gpus_that_this_pytorch_cannot_use(environ, monkeypatch):
-    set_gpus(monkeypatch, 2, usable=False)
-    with pytest.raises(SystemExit, match="error: .*cannot use.*CUDA_VISIBLE_DEVICES="):
-        load_script("mnist_dp").pick_devices(None)
+@pytest.mark.parametrize("usable, local_world_size, call, error", [
+    (False, "2", lambda module: module.pick_device(0), "cannot use"),  # the driver is too old
+    (False, "1", lambda module: load_script("mnist_dp").pick_devices(None), "cannot use"),
+    (True, "3", lambda module: module.pick_device(0), "more processes"),
+    (True, "1", lambda module: module.pick_device(2), "more processes"),
+    (True, "1", lambda module: module.spawn(3, None), "more processes"),  # once: before they start
+])
+def test_what_two_gpus_cannot_do_is_an_error_line(module, environ, monkeypatch, usable,
+                                                  local_world_size, call, error):
+    set_gpus(monkeypatch, 2, usable)
+    environ["LOCAL_WORLD_SIZE"] = local_world_size
+    with pytest.raises(SystemExit, match=f"error: .*{error}.*CUDA_VISIBLE_DEVICES="):
+        used = call(module)
+        pytest.fail(f"no error line with {error!r}, but {used}")
