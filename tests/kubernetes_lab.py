@@ -1,7 +1,7 @@
 """Runs Kubernetes manifests without a cluster: each pod is a container in a network namespace.
 
 podman and ip take the part of Kubernetes and of Kubeflow's operators. A failed pod of a Job is
-replaced until its limit, after 2 s, 4 s, 8 s. The containers of operators' pods restart at once.
+replaced after 1 s, 2 s, 3 s. The containers of operators' pods restart at once.
 
 The image is built from containers/Dockerfile on a Debian base, which borrows torch from the
 environment of the tests, and which takes the place of the official images of PyTorch and etcd.
@@ -30,7 +30,7 @@ DOCKERFILE = ROOT / "containers/Dockerfile"
 OFFICIAL_IMAGE = re.search(r"ARG BASE_IMAGE=(\S+)", DOCKERFILE.read_text())[1]
 OUR_IMAGE = "ddp:1"  # IMAGE_URI of the tests
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.5.16"
-BACKOFF = 2  # seconds until the first replacement of a Job's pod: 10 in Kubernetes
+LIMIT = 3  # failures of a pod that containers/README.md promises to survive
 NUMBERS = itertools.count(1)  # of namespaces
 
 
@@ -41,6 +41,12 @@ def sh(*command, timeout=60, **options):
     output = done.stdout[-3000:] + done.stderr[-3000:]
     assert done.returncode == 0, f"{words} failed:\n{output}"
     return done.stdout
+
+
+def ip(namespace, *commands):
+    """Run commands of ip in a network namespace."""
+    for command in commands:
+        sh("ip", "-n", namespace, *command.split())
 
 
 def missing():
@@ -69,8 +75,13 @@ tar -C "$folder" --exclude=./var/cache/apt -c . | podman import -q - "$1"
 
 @functools.cache
 def images():
-    """Build containers/Dockerfile, once. Return podman's arguments by the name of an image."""
-    base = base_image()
+    """Build containers/Dockerfile, once. Return podman's arguments by the name of an image.
+
+    Its base, a Debian with Python, pip and torchrun, is made once per machine.
+    """
+    suite = DEBIAN_OF_PYTHON[sys.version_info[:2]]
+    base = f"localhost/ddp-tests-base:{suite}-2"
+    sh("bash", "-euo", "pipefail", "-c", MAKE_BASE_IMAGE, suite, base, timeout=600)
     image = f"localhost/ddp-tests:{os.getpid()}"
     command = ["buildah", "bud", "--isolation", "chroot", "--network", "host",
                "--volume", BORROWED, "--volume", "/etc/ssl/certs:/etc/ssl/certs:ro",
@@ -83,14 +94,6 @@ def images():
     atexit.register(sh, "podman", "rmi", "--force", image)
     etcd = ["--volume", f"{shutil.which('etcd')}:/usr/local/bin/etcd:ro", base]
     return {OUR_IMAGE: [image], OFFICIAL_IMAGE: [base], ETCD_IMAGE: etcd}
-
-
-def base_image():
-    """Return the name of a Debian image with Python, pip and torchrun, made once per machine."""
-    suite = DEBIAN_OF_PYTHON[sys.version_info[:2]]
-    name = f"localhost/ddp-tests-base:{suite}-2"
-    sh("bash", "-euo", "pipefail", "-c", MAKE_BASE_IMAGE, suite, name, timeout=600)
-    return name
 
 
 def podman_run(*options):
@@ -108,20 +111,15 @@ def render(template, **variables):
                           text=True, env={"PATH": os.environ["PATH"], **environment})
 
 
-def parse(yaml):
-    """Return the documents of a YAML text."""
-    return json.loads(sh("yq", "--slurp", ".", input=yaml))
-
-
 def pods_of(document):
-    """Return the pods that Kubernetes or an operator makes of a document, as arguments of Pod."""
+    """Return the pods that Kubernetes or an operator makes of a document: name, spec, variables."""
     kind = document["kind"]
     name = document["metadata"]["name"]
     spec = document["spec"]
     if kind == "Service":
         return []
     if kind == "Deployment":  # its pod gets the name of its Service, which is the same
-        return [(name, spec["template"]["spec"], {}, None)]
+        return [(name, spec["template"]["spec"], {})]
     if kind == "PyTorchJob":
         return pods_of_pytorchjob(name, spec)
     if kind == "TrainJob":
@@ -129,8 +127,9 @@ def pods_of(document):
     assert kind == "Job", f"the lab does not know the kind {kind}"
     assert spec["completions"] == spec["parallelism"], "all pods are to run at once"
     assert spec["maxFailedIndexes"] == 0, "a pod that fails for good is to end the job"
-    return [(f"{name}-{index}", spec["template"]["spec"], {"JOB_COMPLETION_INDEX": index},
-             spec["backoffLimitPerIndex"]) for index in range(spec["completions"])]
+    assert spec["backoffLimitPerIndex"] == LIMIT, f"a pod is to be replaced {LIMIT} times"
+    return [(f"{name}-{index}", spec["template"]["spec"], {"JOB_COMPLETION_INDEX": index})
+            for index in range(spec["completions"])]
 
 
 def pods_of_pytorchjob(name, spec):
@@ -150,7 +149,7 @@ def pods_of_pytorchjob(name, spec):
         "PET_NPROC_PER_NODE": spec["nprocPerNode"],
         "PET_MAX_RESTARTS": elastic["maxRestarts"],
     }
-    return [(f"{name}-worker-{index}", pod, variables, None) for index in range(worker["replicas"])]
+    return [(f"{name}-worker-{index}", pod, variables) for index in range(worker["replicas"])]
 
 
 def pods_of_trainjob(name, spec):
@@ -168,28 +167,17 @@ def pods_of_trainjob(name, spec):
         "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
         "PET_MASTER_PORT": 29500,
     }
-    return [(f"{name}-node-0-{rank}", pod, {**variables, "PET_NODE_RANK": rank}, None)
+    return [(f"{name}-node-0-{rank}", pod, {**variables, "PET_NODE_RANK": rank})
             for rank in range(trainer["numNodes"])]
 
 
 # --- cluster ---
-class JobFailed(Exception):
-    """A pod has failed more often than its Job's backoffLimitPerIndex allows."""
-
-
 class Pod:
     """A container in a network namespace. start() makes a new one, as on another node."""
 
-    def __init__(self, cluster, name, spec, variables, limit):
-        """limit: how many failures a Job accepts; None for other pods."""
-        self.cluster = cluster
-        self.name = name
-        self.spec = spec
-        self.variables = variables
-        self.limit = limit
-        self.failures = 0  # each has a new pod, for pods of a Job
-        self.restarts = 0  # of containers, for other pods
-        self.replacement = None  # when a new pod is due
+    def __init__(self, cluster, name, spec, variables):
+        self.cluster, self.name, self.spec, self.variables = cluster, name, spec, variables
+        self.failures = 0  # a Job then makes a new pod, others restart the container
         self.log = cluster.folder / f"{name}.log"
         self.dns = f'{name}.{spec["subdomain"]}' if "subdomain" in spec else name
         os.chown(cluster.claim, 0, spec["securityContext"].get("fsGroup", 0))
@@ -201,7 +189,7 @@ class Pod:
         self.start_container()
 
     def start_container(self):
-        self.container = f"{self.namespace}-{self.restarts}"
+        self.container = f"{self.namespace}-{self.failures}"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
 
@@ -251,19 +239,15 @@ class Pod:
         """Do what Kubernetes does about a failure. A stopped pod of an operator stays away."""
         if self.process.poll() in (None, 0):
             return
-        if self.limit is None:
-            if self.address:
-                self.restarts += 1
-                self.start_container()
-        elif self.replacement is None:
+        if self.spec.get("restartPolicy") == "Never":  # a Job's pod
             self.cluster.disconnect(self)
-            self.replacement = time.monotonic() + BACKOFF * 2 ** self.failures
             self.failures += 1
-            if self.failures > self.limit:
-                raise JobFailed(f"{self.name} failed {self.failures} times")
-        elif time.monotonic() > self.replacement:
-            self.replacement = None
+            assert self.failures <= LIMIT, f"{self.name} fails again:\n{self.cluster.logs()}"
+            time.sleep(self.failures)
             self.start()
+        elif self.address:
+            self.failures += 1
+            self.start_container()
 
 
 class Cluster:
@@ -282,7 +266,7 @@ class Cluster:
         self.only_hosts = folder / "nsswitch.conf"  # unknown names fail at once
         self.only_hosts.write_text("hosts: files\n")
         self.bridge = self.add_namespace()
-        sh("ip", "-n", self.bridge, "link", "add", "br0", "up", "type", "bridge")
+        ip(self.bridge, "link add br0 up type bridge")
 
     def close(self):
         for pod in self.pods:
@@ -296,7 +280,7 @@ class Cluster:
         name = f"k8s-{os.getpid()}-{next(NUMBERS)}"
         self.namespaces.append(name)
         sh("ip", "netns", "add", name)
-        sh("ip", "-n", name, "link", "set", "lo", "up")
+        ip(name, "link set lo up")
         return name
 
     def connect(self, name):
@@ -304,10 +288,9 @@ class Cluster:
         namespace = self.add_namespace()
         number = namespace.rpartition("-")[2]
         address = f"10.244.0.{number}"
-        sh("ip", "-n", namespace, "link", "add", "eth0", "up",
-           "type", "veth", "peer", f"veth{number}", "netns", self.bridge)
-        sh("ip", "-n", self.bridge, "link", "set", f"veth{number}", "master", "br0", "up")
-        sh("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+        ip(namespace, f"link add eth0 up type veth peer veth{number} netns {self.bridge}",
+           f"address add {address}/24 dev eth0")
+        ip(self.bridge, f"link set veth{number} master br0 up")
         with self.hosts.open("a") as hosts:
             hosts.write(f"{address} {name}\n::ffff:{address} {name}\n")
         return namespace, address
@@ -315,7 +298,7 @@ class Cluster:
     def disconnect(self, pod):
         """Take the pod's address out of the network and of the names."""
         if pod.address:
-            sh("ip", "-n", pod.namespace, "link", "delete", "eth0")
+            ip(pod.namespace, "link delete eth0")
             hosts = self.hosts.read_text()
             self.hosts.write_text(hosts.replace(f"{pod.address} ", "# "))
             pod.address = None

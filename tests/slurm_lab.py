@@ -26,42 +26,26 @@ FINAL = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIME
 
 # PID 1 of a machine: sets up its namespaces, reaps orphans.
 INIT = r"""set -e
-name=$1
-own=$2
-lab=$3
-mount --make-rprivate /
-mount -t proc proc /proc
-hostname "$name"
+hostname "$1"
 mount -t sysfs sysfs /sys   # /sys/class/net shows this machine's interfaces
-for folder in /run /dev/shm; do
-    mount -t tmpfs -o mode=755 tmpfs "$folder"
+for folder in /run /dev/shm /etc/{munge,slurm} /var/log/{munge,slurm} /var/lib/{munge,slurm}; do
+    mount -t tmpfs -o mode=755 tmpfs $folder
 done
 chmod 1777 /dev/shm
-install -d -o munge -g munge /run/munge
-mkdir /run/lock
-for folder in /var/log/munge /var/lib/munge /etc/munge; do
-    install -d -o munge -g munge -m 700 "$own$folder"
-    mount --bind "$own$folder" $folder
-done
-mkdir -p "$own"/{var/log/slurm,var/lib/slurm/slurmctld,var/lib/slurm/slurmd,etc/slurm}
-chown -R slurm: "$own"/var/{log,lib}/slurm
-for folder in /var/log/slurm /var/lib/slurm /etc/slurm; do
-    mount --bind "$own$folder" $folder
-done
-mount --bind "$lab/hosts" /etc/hosts
-sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"$own/nsswitch.conf"
-mount --bind "$own/nsswitch.conf" /etc/nsswitch.conf    # unknown names fail at once
-read -r _   # the cable is plugged in
+mkdir /run/{lock,munge}
+chown munge: /run/munge {/etc,/var/log,/var/lib}/munge
+chown slurm: {/var/log,/var/lib}/slurm
+mount --bind "$2/hosts" /etc/hosts
+echo hosts: files >/run/nsswitch.conf
+mount --bind /run/nsswitch.conf /etc/nsswitch.conf    # unknown names fail at once
 ip link set lo up
-while :; do
-    sleep 3600 &
-    wait $!
-done
+sleep infinity &
+wait $!
 """
 
 
 def namespaces(pid):
-    return [os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "pid")]
+    return {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "pid")}
 
 
 class Machine:
@@ -69,22 +53,18 @@ class Machine:
 
     def __init__(self, lab, name, address):
         self.lab, self.name, self.address = lab, name, address
-        self.own = lab.root / name
-        self.own.mkdir()
 
     def command(self):
         """What starts PID 1."""
-        return ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL",
-                "bash", "-c", INIT, "init", self.name, self.own, self.lab.root]
+        return ["unshare", *NAMESPACES, "--mount-proc", "--fork", "--kill-child=KILL",
+                "bash", "-c", INIT, "init", self.name, self.lab.root]
 
     def boot(self):
         """Start PID 1, then connect eth0 to the switch, which is the head's eth0."""
-        with open(self.own / "console.log", "ab") as log:
-            # The kernel kills the machine when this process dies, and all of its processes when its
-            # PID 1 dies.
-            self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *self.command()],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        # The kernel kills the machine when this process dies, and all of its processes when its
+        # PID 1 dies.
+        self.process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *self.command()],
+                                        stdin=subprocess.DEVNULL, start_new_session=True)
         self.pid = self._first_process()
         (self.lab.root / f"root@{self.address}").write_text(str(self.pid))  # for ssh
         head = self.lab.machines[0]
@@ -95,8 +75,6 @@ class Machine:
             head.ip(f"link set {self.name} master eth0 up")
         self.ip(f"addr add {self.address}/24 dev eth0")
         self.ip("link set eth0 up")
-        self.process.stdin.write(b"\n")
-        self.process.stdin.close()
 
     def _first_process(self):
         """Return PID 1 of the machine, as this machine numbers it."""
@@ -105,12 +83,12 @@ class Machine:
             pids = [self.process.pid]
             for pid in pids:
                 with contextlib.suppress(OSError):  # helpers come and go
-                    if not set(own) & set(namespaces(pid)):
+                    if not own & namespaces(pid):
                         return pid
                     children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
                     pids.extend(map(int, children.split()))
             time.sleep(0.01)
-        raise RuntimeError(f"{self.name} does not boot:\n{(self.own / 'console.log').read_text()}")
+        raise RuntimeError(f"{self.name} does not boot")
 
     def ip(self, arguments):
         subprocess.run(f"nsenter --net=/proc/{self.pid}/ns/net ip {arguments}".split(), check=True,
@@ -125,17 +103,16 @@ class Machine:
         self.process.kill()
         self.process.wait(30)
 
-    def exec(self, command, timeout=30, check=True, env=None, cwd="/"):
+    def exec(self, command, timeout=30, check=True, env=None):
         """Run a shell command on this machine and return its output, stderr included."""
         environment = {name: value for name, value in os.environ.items()
                        if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         environment |= {name: str(value) for name, value in (env or {}).items()}
         done = subprocess.run(
-            ["nsenter", "--target", str(self.pid), *NAMESPACES,
-             "timeout", "--kill-after=5", str(timeout),
-             "bash", "-c", 'cd "$0" && eval "$1"', cwd, command],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", timeout=timeout + 15, env=environment)
+            ["nsenter", "--target", str(self.pid), *NAMESPACES, "timeout", "--kill-after=5",
+             str(timeout), "bash", "-c", command], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env=environment)
         assert not check or done.returncode == 0, (
             f"on {self.name}, exit status {done.returncode}: {command}\n{done.stdout}")
         return done.stdout
@@ -227,14 +204,14 @@ class Lab(Network):
         assert done.returncode == 0, (
             f"what install-slurm.sh prints fails:\n{commands}{done.stdout}{done.stderr}")
 
-    def sh(self, command, timeout=60, check=True, env=None, cwd=None):
-        """Run a shell command on the head and return its output, stderr included."""
-        return self.head.exec(command, timeout, check, env, cwd or self.folder)
+    def sh(self, command, timeout=60, env=None):
+        """Run a shell command in the folder on the head and return its output."""
+        return self.head.exec(f"cd {shlex.quote(str(self.folder))} && {command}", timeout, env=env)
 
-    def sbatch(self, *args, env=None, cwd=None, inside=""):
+    def sbatch(self, *args, env=None, cwd=".", inside=""):
         """Submit a job, inside a command as srun or salloc, and return its id."""
         command = shlex.join(["sbatch", "--parsable", *map(str, args)])
-        said = self.sh(f"{inside} {command}", env=env, cwd=cwd)
+        said = self.sh(f"cd {cwd} && {inside} {command}", env=env)
         return int(re.search(r"^\d+$", said, re.MULTILINE)[0])
 
     def show(self, job, field):
@@ -266,8 +243,7 @@ class Lab(Network):
 
     def report(self, job):
         """Return what is known of a job, for the message of a test that fails."""
-        record = self.sh(f"scontrol show job {job}")
-        return f"---- the job\n{record}\n---- its output\n{self.output(job)[-6000:]}"
+        return self.sh(f"scontrol show job {job}") + self.output(job)[-6000:]
 
 
 @contextlib.contextmanager

@@ -36,8 +36,7 @@ class Copy(Machine):
 
     def install(self, check=True):
         """Run install-slurm.sh and return its output."""
-        shutil.copy(INSTALL, f"/proc/{self.pid}/root/run/")
-        return self.exec(f"bash /run/{INSTALL.name}", 120, check)
+        return self.exec("bash /run/install-slurm.sh", 120, check)
 
 
 class Copies(Network):
@@ -52,6 +51,7 @@ def machine():
         pytest.skip(reason)
     with running(lambda root: Copies(root, 0)) as lab:
         lab.head.exec(PREPARE, timeout=60)
+        shutil.copy(INSTALL, f"/proc/{lab.head.pid}/root/run/")
         yield lab.head
 
 
@@ -78,7 +78,9 @@ def test_the_machine_becomes_a_cluster_with_its_hardware(machine):
 
 
 def test_another_installation_reads_what_was_edited_in_slurm_conf(machine):
-    machine.exec("printf 'KillWait=2\\nAuthInfo=cred_expire=5\\n' >> /etc/slurm/slurm.conf")
+    """Here: shorter waits, for the next test."""
+    settings = "KillWait=2\nAuthInfo=cred_expire=5\nSchedulerParameters=sched_interval=1\n"
+    machine.exec(f"printf '{settings}' >>/etc/slurm/slurm.conf")
     again = machine.install()
     setting = machine.exec("scontrol show config | grep KillWait")
     assert "= 2 sec" in setting, f"KillWait=2 in slurm.conf has no effect: {setting}\n{again}"

@@ -3,13 +3,11 @@
 import contextlib
 import json
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import kubernetes_lab as lab
 import pytest
-from checkpoints import difference
 from scripts import ROOT
 
 pytestmark = pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
@@ -31,7 +29,7 @@ def documents_of(manifest, changes=(), **variables):
     for old, new in changes:
         assert old in text, f"{manifest} has no {old}"
         text = text.replace(old, new)
-    return lab.parse(text)
+    return json.loads(lab.sh("yq", "--slurp", ".", input=text))
 
 
 # --- render.sh and the manifests ---
@@ -130,14 +128,6 @@ def starts_of(pods):
     return starts
 
 
-def assert_learned(cluster, pods):
-    """cpu_ddp has ended with a good result."""
-    text = "".join(pod.log.read_text() for pod in pods)
-    errors = re.findall(r"error of a learned weight: ([\d.]+)", text)
-    assert errors, f"cpu_ddp did not end:\n{cluster.logs()}"
-    assert float(errors[-1]) < 0.02, f"cpu_ddp did not learn the weights:\n{cluster.logs()}"
-
-
 def next_start(cluster, pods, processes=2):
     """Wait until the training starts (again) and saves. Return the last start but one, the last."""
     count = len(starts_of(pods))
@@ -165,11 +155,6 @@ def job_with_a_claim(cluster):
     before, after = next_start(cluster, pods)
     assert after.first >= before.saved, f"lost pod 0: {before} {after}\n{cluster.logs()}"
     cluster.wait_completed(pods)
-    undisturbed = cluster.folder / "undisturbed.pt"
-    lab.sh(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-           ROOT / "cpu_ddp/train.py", "--epochs=40", "--checkpoint", undisturbed, timeout=240)
-    change = difference(cluster.claim / "cpu-ddp.pt", undisturbed)
-    assert change == 0, f"weights differ from those of a run without losses by {change}"
 
 
 def job_without_a_claim(cluster):
@@ -216,18 +201,7 @@ def assert_goes_on(cluster, pod):
     last = starts_of([pod])[-1]
     assert last.processes == 1, f"one of two pods is to remain:\n{cluster.logs()}"
     assert last.first > 0, f"it is to resume:\n{cluster.logs()}"
-    assert pod.restarts == 0, f"the other pod is not to restart:\n{cluster.logs()}"
-    assert_learned(cluster, [pod])
-
-
-def job_that_cannot_work_explains_itself_and_fails(cluster):
-    changes = [("--max-restarts=3", "--max-restarts=0"),  # sooner
-               ("backoffLimitPerIndex: 3", "backoffLimitPerIndex: 1")]
-    pods = cluster.apply(documents_of("job.yaml-template", changes, ARGS="--bogus"))
-    with pytest.raises(lab.JobFailed):
-        cluster.wait_completed(pods)
-    log = pods[0].log.read_text()
-    assert "unrecognized arguments: --bogus" in log, f"the log does not name the mistake:\n{log}"
+    assert pod.failures == 0, f"the other pod is not to restart:\n{cluster.logs()}"
 
 
 def trainjob_trains(cluster):
@@ -243,8 +217,7 @@ def trainjob_trains(cluster):
 
 STORIES = {function.__name__: function for function in (
     job_with_a_claim, job_without_a_claim, pytorchjob_goes_on_without_a_lost_pod,
-    with_etcd_any_pod_may_be_lost, job_that_cannot_work_explains_itself_and_fails,
-    trainjob_trains)}
+    with_etcd_any_pod_may_be_lost, trainjob_trains)}
 
 
 @pytest.fixture(scope="module")
