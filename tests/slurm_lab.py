@@ -22,6 +22,23 @@ STAND_INS = {
     "scp": 'to=${*: -1}; cp "${@:1:$#-1}" "/proc/$(cat "$LAB/${to%%:*}")/root${to#*:}"',
     "apt-get": '[[ $1 = update ]] || dpkg --status "${@:3}" >/dev/null',
 }
+# Shorter waits, and more hardware than there is.
+SETTINGS = """
+SlurmdParameters=config_overrides   # more CPUs and memory than there are
+TaskPlugin=task/affinity            # as many sites have it
+LaunchParameters=use_interactive_step
+ProctrackType=proctrack/linuxproc   # cgroups v2 require a systemd per node
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+SlurmdTimeout=5                     # a lost node is down sooner
+KillWait=15                         # what hangs is killed sooner
+AuthInfo=cred_expire=5              # a requeued job waits 7 s, not 121
+JobRequeue=0                        # unless a job requests it
+MinJobAge=3600                      # ended jobs stay visible
+PartitionName=DEFAULT Nodes=ALL DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=main Default=YES GraceTime=25
+PartitionName=low
+PartitionName=high PriorityTier=10 PreemptMode=OFF
+"""
 FINAL = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 # PID 1 of a machine: sets up its namespaces, reaps orphans.
@@ -42,6 +59,13 @@ ip link set lo up
 sleep infinity &
 wait $!
 """
+
+
+def write_program(path, text):
+    """Write a shell script, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
 
 
 def namespaces(pid):
@@ -67,7 +91,7 @@ class Machine:
                                         stdin=subprocess.DEVNULL, start_new_session=True)
         self.pid = self._first_process()
         (self.lab.root / f"root@{self.address}").write_text(str(self.pid))  # for ssh
-        head = self.lab.machines[0]
+        head = self.lab.machines["head"]
         if self is head:
             self.ip("link add eth0 type bridge")
         else:
@@ -94,10 +118,6 @@ class Machine:
         subprocess.run(f"nsenter --net=/proc/{self.pid}/ns/net ip {arguments}".split(), check=True,
                        timeout=30)
 
-    def cut(self):
-        """Pull the network cable: no other machine is notified."""
-        self.lab.machines[0].ip(f"link set {self.name} down")
-
     def kill(self):
         """End all processes at once."""
         self.process.kill()
@@ -119,85 +139,52 @@ class Machine:
 
 
 class Network:
-    """The head and the nodes, connected by a switch."""
+    """The head and the nodes c1, c2, ..., connected by a switch."""
 
-    machine = Machine
-
-    def __init__(self, root, nodes):
+    def __init__(self, root, nodes, machine=Machine):
         self.root = Path(root)
-        self.nodes = [f"c{i + 1}" for i in range(nodes)]
-        self.addresses = {"head": "10.9.8.1"}
-        for i, name in enumerate(self.nodes):
-            self.addresses[name] = f"10.9.8.{11 + i}"
-        self.machines = []
+        self.nodes = [f"c{number}" for number in range(1, nodes + 1)]
+        self.machines = {}
+        for number, name in enumerate(["head", *self.nodes], start=1):
+            self.machines[name] = machine(self, name, f"10.9.8.{number}")
 
     def up(self):
-        for name, address in self.addresses.items():
-            self.machines.append(self.machine(self, name, address))
-            self.machines[-1].boot()
-
-    @property
-    def head(self):
-        return self.machines[0]
-
-    def node(self, name):
-        return self.machines[1 + self.nodes.index(name)]
+        for machine in self.machines.values():
+            machine.boot()
 
 
 class Lab(Network):
     """The machines, and Slurm on them. Nodes have two cores, the last one has one."""
 
-    settings = {
-        "SlurmdParameters": "config_overrides",  # more CPUs and memory than there are
-        "TaskPlugin": "task/affinity",  # as many sites have it
-        "LaunchParameters": "use_interactive_step",
-        "ProctrackType": "proctrack/linuxproc",  # cgroups v2 require a systemd per node
-        "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
-        "SlurmdTimeout": "5",  # a lost node is down sooner
-        "KillWait": "15",  # what hangs is killed sooner
-        "AuthInfo": "cred_expire=5",  # a requeued job waits 7 s, not 121
-        "JobRequeue": "0",  # unless a job requests it
-        "MinJobAge": "3600",  # ended jobs stay visible
-    }
-    partitions = (
-        "main Nodes=ALL Default=YES DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE GraceTime=25",
-        "low Nodes=ALL DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE",
-        "high Nodes=ALL DefaultTime=30 PriorityTier=10 PreemptMode=OFF",
-    )
-
     def up(self):
         self.folder = self.root / "shared disk"      # for the tests: every machine sees it
         self.folder.mkdir()
         hosts = "127.0.0.1 localhost\n"
-        for name, address in self.addresses.items():
-            hosts += f"{address} {name}\n::ffff:{address} {name}\n"
+        for name, machine in self.machines.items():
+            hosts += f"{machine.address} {name}\n::ffff:{machine.address} {name}\n"
         (self.root / "hosts").write_text(hosts)
         super().up()
         self._install()
-        self.head.exec('until [ "$(sinfo -hNo %t | sort -u)" = idle ]; do sleep 0.1; done', 60)
+        self.sh('until [ "$(sinfo -hNo %t | sort -u)" = idle ]; do sleep 0.1; done')
 
     def _install(self):
-        """Run what install-slurm.sh prints, with shorter waits, and more hardware than there is."""
+        """Run what install-slurm.sh prints."""
         etc = self.root / "my cluster"
-        command = ["bash", INSTALL, "--out", etc, "--controller", f"head={self.addresses['head']}"]
+        head = self.machines["head"].address
+        command = ["bash", INSTALL, "--out", etc, "--controller", f"head={head}"]
         for name in self.nodes:
             cores = 1 if name == self.nodes[-1] else 2
             hardware = f"CPUs={cores},CoresPerSocket={cores},RealMemory=10000,Gres=gpu:2"
-            command += ["--node", f"{name}={self.addresses[name]},{hardware}"]
+            command += ["--node", f"{name}={self.machines[name].address},{hardware}"]
         commands = subprocess.check_output(command, text=True, timeout=30)
         # GPUs are counted, and never opened.
         (etc / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        lines = []
-        for line in (etc / "slurm.conf").read_text().splitlines():
-            if line.split("=")[0] not in {*self.settings, "PartitionName"}:
-                lines.append(line)
-        lines += [f"{key}={value}" for key, value in self.settings.items()]
-        lines += [f"PartitionName={text} MaxTime=INFINITE State=UP" for text in self.partitions]
-        (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
-        for name, text in STAND_INS.items():
-            (self.root / name).write_text(f"#!/bin/bash\n{text}\n")
-            (self.root / name).chmod(0o755)
+        replaced = r"^(TaskPlugin|ProctrackType|PartitionName)=.*\n"
+        text = re.sub(replaced, "", (etc / "slurm.conf").read_text(), flags=re.MULTILINE)
+        (etc / "slurm.conf").write_text(text + SETTINGS)
+        for name, program in STAND_INS.items():
+            write_program(self.root / name, program)
         env = os.environ | {"PATH": f"{self.root}:{os.environ['PATH']}", "LAB": str(self.root)}
         done = subprocess.run(["bash", "-euc", commands], env=env, capture_output=True, text=True,
                               timeout=200)
@@ -206,7 +193,8 @@ class Lab(Network):
 
     def sh(self, command, timeout=60, env=None):
         """Run a shell command in the folder on the head and return its output."""
-        return self.head.exec(f"cd {shlex.quote(str(self.folder))} && {command}", timeout, env=env)
+        command = f"cd {shlex.quote(str(self.folder))} && {command}"
+        return self.machines["head"].exec(command, timeout, env=env)
 
     def sbatch(self, *args, env=None, cwd=".", inside=""):
         """Submit a job, inside a command as srun or salloc, and return its id."""
@@ -234,16 +222,12 @@ class Lab(Network):
         ended = 0  # a job that is being requeued passes through such a state
         while not condition():
             ended = ended + 1 if self.show(job, "JobState") in FINAL else 0
-            if ended == 10 or time.monotonic() > deadline:
-                raise AssertionError(f"job {job}, not {what}:\n{self.report(job)}")
+            assert ended < 10 and time.monotonic() < deadline, (
+                f"job {job}, not {what}:\n{self.sh(f'scontrol show job {job}')}{self.output(job)}")
             time.sleep(1)
 
     def wait(self, job, state):
         self.wait_for(job, state, lambda: self.show(job, "JobState") == state)
-
-    def report(self, job):
-        """Return what is known of a job, for the message of a test that fails."""
-        return self.sh(f"scontrol show job {job}") + self.output(job)[-6000:]
 
 
 @contextlib.contextmanager
@@ -257,18 +241,16 @@ def running(lab):
             network.up()
             yield network
         finally:
-            for machine in network.machines:
+            for machine in network.machines.values():
                 machine.kill()
 
 
 def why_not():
     """Return None, or why there can be no lab here, with the command that enables it."""
-    if os.geteuid() != 0:
-        return "needs root: sudo env PATH=$PATH python -m pytest tests"
-    for program in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "systemd-nspawn"):
-        if not shutil.which(program):
-            packages = "slurmctld slurmd slurm-client munge iproute2 systemd-container dbus"
-            return f"needs {program}: apt-get install -y {packages}"
+    programs = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "systemd-nspawn")
+    if os.geteuid() != 0 or not all(map(shutil.which, programs)):
+        return ("requires root and apt-get install slurmctld slurmd slurm-client munge iproute2 "
+                "systemd-container dbus")
     probe = subprocess.run(
         ["unshare", *NAMESPACES, "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
         capture_output=True, text=True, timeout=20)

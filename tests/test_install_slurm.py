@@ -39,20 +39,17 @@ class Copy(Machine):
         return self.exec("bash /run/install-slurm.sh", 120, check)
 
 
-class Copies(Network):
-    machine = Copy
-
-
 # The tests change this machine, in their order.
 @pytest.fixture(scope="module")
 def machine():
     """The copy, as the head of a network without nodes."""
     if reason := why_not():
         pytest.skip(reason)
-    with running(lambda root: Copies(root, 0)) as lab:
-        lab.head.exec(PREPARE, timeout=60)
-        shutil.copy(INSTALL, f"/proc/{lab.head.pid}/root/run/")
-        yield lab.head
+    with running(lambda root: Network(root, 0, Copy)) as network:
+        head = network.machines["head"]
+        head.exec(PREPARE, timeout=60)
+        shutil.copy(INSTALL, f"/proc/{head.pid}/root/run/")
+        yield head
 
 
 @pytest.mark.parametrize("name", ["slurm.conf", "gres.conf", "cgroup.conf"])
