@@ -7,10 +7,11 @@ import subprocess
 import kubernetes_lab as lab
 import pytest
 from scripts import ROOT, SCRIPTS
+from slurm_lab import write_program
 
 # Enroot has no Debian package: a stand-in writes the name of the image into the file. As Enroot
 # does, it refuses to overwrite a file, and removes the container of podman:// with docker.
-ENROOT = """#!/bin/bash
+ENROOT = """
 [[ $1 == import && $2 == --output && ! -e $3 ]] || exit 9
 printf %s "$4" >"$3"
 [[ $4 != podman://* ]] || docker rm container
@@ -26,10 +27,8 @@ OFFICIAL = f"docker://{lab.OFFICIAL_IMAGE}"
 ])
 def test_an_enroot_image_is_imported_and_replaces_the_old_one_once_it_is_complete(
         end, arguments, files, tmp_path):
-    (tmp_path / "bin").mkdir()
-    for name, text in ("enroot", ENROOT + end), ("podman", "#!/bin/sh\n"):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+    write_program(tmp_path / "bin/enroot", ENROOT + end)
+    write_program(tmp_path / "bin/podman", "true")
     work = tmp_path / "work"
     work.mkdir()
     (work / "pytorch.sqsh").write_text("old")
@@ -44,18 +43,18 @@ def test_an_enroot_image_is_imported_and_replaces_the_old_one_once_it_is_complet
 
 def in_image(*command):
     """Run a command in the image, without a network. Return its output."""
+    if lab.missing():
+        pytest.skip(lab.missing())
     (image,) = lab.images()[lab.OUR_IMAGE]
     return lab.sh(*lab.podman_run("--rm", "--network", "none", image), *command, timeout=180)
 
 
-@pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 def test_the_image_holds_the_scripts_alone_and_a_user_who_has_a_home():
     output = in_image("sh", "-c", "id -u && touch ~/writable && find . -type f | sort")
     expected = ["1001", *sorted(f"./{script}/train.py" for script in SCRIPTS)]
     assert output.split() == expected, f"user and files are to be {expected}, see .dockerignore"
 
 
-@pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 def test_the_image_trains_with_two_processes():
     output = in_image()
     assert "world size 2, " in output, f"the image is to start two processes:\n{output}"

@@ -1,6 +1,6 @@
 """slurm/create-venv.sh and create-conda-env.sh, and shell files of a clone.
 
-A tiny package takes the place of PyTorch, whose installation takes minutes. pip is configured for
+A tiny package, whose torchrun prints its version, takes the place of PyTorch. pip is configured for
 installations into the home, which has the package already, without torchrun.
 """
 
@@ -13,9 +13,10 @@ import zipfile
 
 import pytest
 from scripts import ROOT
+from slurm_lab import write_program
 
 # No conda can be had here: this records its arguments and makes a venv that sees the home, too.
-CONDA = f"""#!/usr/bin/env bash
+CONDA = f"""
 echo "$*" >>"$0.calls"
 case $* in
     "create --yes --prefix "*) {sys.executable} -m venv --clear --system-site-packages "$4" ;;
@@ -34,15 +35,13 @@ def project(tmp_path):
 def environment(tmp_path):
     """Variables with which pip finds nothing but the tiny package, in versions 1.0 and 2.0."""
     for version in ("1.0", "2.0"):
-        info = f"tiny-{version}.dist-info"
+        files = {"WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n", "RECORD": "",
+                 "METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
+                 "entry_points.txt": "[console_scripts]\ntorchrun = tiny:show\n"}
         with zipfile.ZipFile(tmp_path / f"tiny-{version}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("tiny.py", f"version = '{version}'\n")
-            wheel.writestr(f"{info}/entry_points.txt",
-                           "[console_scripts]\ntorchrun = tiny:version.title\n")
-            wheel.writestr(f"{info}/METADATA",
-                           f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n")
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
-            wheel.writestr(f"{info}/RECORD", "")
+            wheel.writestr("tiny.py", f"def show(): print('{version}')\n")
+            for name, text in files.items():
+                wheel.writestr(f"tiny-{version}.dist-info/{name}", text)
     home = f".local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     shutil.unpack_archive(tmp_path / "tiny-1.0-py3-none-any.whl", tmp_path / home, "zip")
     env = {name: value for name, value in os.environ.items()
@@ -62,12 +61,11 @@ def assert_follows_the_requirements(script, folder, env):
         (script.parent / "requirements.txt").write_text(f"tiny=={version}\n")
         done = bash(script, env)
         assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}{done.stderr}"
-        command = [folder / "bin/python", "-s", "-c", "import tiny; print(tiny.version)"]
-        found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        found = subprocess.run([f"'{folder}/bin/torchrun'"], env={"PYTHONNOUSERSITE": "1"},
+                               shell=True, capture_output=True, text=True).stdout.strip()
         assert found == version, (
-            f"{script.name} has installed {found!r}, not {version}, which requirements.txt names:\n"
-            f"{done.stdout}{done.stderr}")
-        assert (folder / "bin/torchrun").exists(), f"{script.name} has installed no torchrun"
+            f"{script.name}: torchrun is of version {found!r}, not {version}, which "
+            f"requirements.txt names:\n{done.stdout}{done.stderr}")
 
 
 def test_venv_that_was_interrupted_is_completed(project, environment):
@@ -87,8 +85,7 @@ def test_venv_that_was_interrupted_is_completed(project, environment):
 def test_what_the_machine_lacks_is_an_error_line(script, lack, remedy, project, environment):
     """This machine's Python takes the place of one that is too old or has no venv."""
     python = project / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lack}; $2"\n')
-    python.chmod(0o755)
+    write_program(python, f'exec {sys.executable} -c "import sys; {lack}; $2"')
     done = bash(project / "slurm" / script, environment | {"PYTHON": str(python)})
     assert done.returncode != 0, f"{script} succeeds, and must say: {remedy}"
     assert done.stderr.startswith("error: "), f"no error line:\n{done.stderr}"
@@ -99,9 +96,7 @@ def test_what_the_machine_lacks_is_an_error_line(script, lack, remedy, project, 
 def test_conda_environment_is_made_once(project, environment, tmp_path):
     """By a conda that is where Miniforge puts it, and not on PATH."""
     conda = tmp_path / "miniforge3/bin/conda"
-    conda.parent.mkdir(parents=True)
-    conda.write_text(CONDA)
-    conda.chmod(0o755)
+    write_program(conda, CONDA)
     script = project / "slurm/create-conda-env.sh"
     assert_follows_the_requirements(script, project / ".conda", environment)
     text = conda.with_name("conda.calls").read_text()
