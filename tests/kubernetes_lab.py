@@ -103,14 +103,6 @@ def podman_run(*options):
 
 
 # --- manifests ---
-def render(template, **variables):
-    """Run containers/kubernetes/render.sh and return the finished process."""
-    folder = ROOT / "containers/kubernetes"
-    environment = {name: str(value) for name, value in variables.items()}
-    return subprocess.run(["bash", folder / "render.sh", folder / template], capture_output=True,
-                          text=True, env={"PATH": os.environ["PATH"], **environment})
-
-
 def pods_of(document):
     """Return the pods that Kubernetes or an operator makes of a document: name, spec, variables."""
     kind = document["kind"]
@@ -209,8 +201,7 @@ class Pod:
             "--memory", limits["memory"].removesuffix("i"),
         ]
         variables = {item["name"]: item["value"] for item in container.get("env", [])}
-        for name, value in {**variables, **self.variables}.items():
-            options.append(f"--env={name}={value}")
+        options += [f"--env={name}={value}" for name, value in (variables | self.variables).items()]
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
         for mount in container["volumeMounts"]:
             volume = volumes[mount["name"]]
@@ -220,8 +211,7 @@ class Pod:
             if "persistentVolumeClaim" in volume:
                 source = f"type=bind,source={self.cluster.claim}"
             options += ["--mount", f'{source},destination={mount["mountPath"]}']
-        image = self.cluster.images[container["image"]]
-        return podman_run(*options, *image, *container.get("args", []))
+        return podman_run(*options, *images()[container["image"]], *container.get("args", []))
 
     def kill_worker(self):
         """Kill a training process, a child of torchrun."""
@@ -255,7 +245,6 @@ class Cluster:
 
     def __init__(self, folder):
         self.folder = folder
-        self.images = images()
         self.pods = []
         self.namespaces = []
         self.claim = folder / "claim"  # the volume

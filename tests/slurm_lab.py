@@ -26,7 +26,6 @@ STAND_INS = {
 SETTINGS = """
 SlurmdParameters=config_overrides   # more CPUs and memory than there are
 TaskPlugin=task/affinity            # as many sites have it
-LaunchParameters=use_interactive_step
 ProctrackType=proctrack/linuxproc   # cgroups v2 require a systemd per node
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SlurmdTimeout=5                     # a lost node is down sooner
@@ -196,10 +195,10 @@ class Lab(Network):
         command = f"cd {shlex.quote(str(self.folder))} && {command}"
         return self.machines["head"].exec(command, timeout, env=env)
 
-    def sbatch(self, *args, env=None, cwd=".", inside=""):
-        """Submit a job, inside a command as srun or salloc, and return its id."""
-        command = shlex.join(["sbatch", "--parsable", *map(str, args)])
-        said = self.sh(f"cd {cwd} && {inside} {command}", env=env)
+    def sbatch(self, command, nodes="c1,c2", inside="", **variables):
+        """Submit a job on some of the nodes, inside a command as srun or salloc. Return its id."""
+        others = ",".join(name for name in self.nodes if name not in nodes.split(","))
+        said = self.sh(f"{inside} sbatch --parsable --exclude={others} {command}", env=variables)
         return int(re.search(r"^\d+$", said, re.MULTILINE)[0])
 
     def show(self, job, field):

@@ -27,16 +27,13 @@ sed -i 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf
 mknod -m 666 /dev/nvidia0 c 1 5     # two GPUs
 mknod -m 666 /dev/nvidia1 c 1 7
 """
+RUN = "bash /run/install-slurm.sh"
 
 
 class Copy(Machine):
     def command(self):
         return ["unshare", "--mount-proc", "--pid", "--fork", "--kill-child=KILL",
                 "bash", "-c", COPY]
-
-    def install(self, check=True):
-        """Run install-slurm.sh and return its output."""
-        return self.exec("bash /run/install-slurm.sh", 120, check)
 
 
 # The tests change this machine, in their order.
@@ -55,14 +52,14 @@ def machine():
 @pytest.mark.parametrize("name", ["slurm.conf", "gres.conf", "cgroup.conf"])
 def test_configuration_of_somebody_else_is_refused(machine, name):
     machine.exec(f"echo '# mine' > /etc/slurm/{name}")
-    said = machine.install(check=False)
+    said = machine.exec(RUN, check=False)
     text = machine.exec("cat /etc/slurm/*.conf; rm /etc/slurm/*.conf")
     assert said.startswith(f"error: /etc/slurm/{name}"), f"no error line for a {name}:\n{said}"
     assert text.endswith("# mine\n"), f"{name} of somebody else was changed to:\n{text}"
 
 
 def test_the_machine_becomes_a_cluster_with_its_hardware(machine):
-    said = machine.install()
+    said = machine.exec(RUN, timeout=120)
     assert "srun hostname: head" in said, f"no job has run:\n{said}"
     hardware = dict(word.split("=") for word in machine.exec("slurmd -C | head -1").split())
     cpus, memory, gpus = machine.exec("sinfo -ho '%c %m %G' --partition=main").split()
@@ -78,7 +75,7 @@ def test_another_installation_reads_what_was_edited_in_slurm_conf(machine):
     """Here: shorter waits, for the next test."""
     settings = "KillWait=2\nAuthInfo=cred_expire=5\nSchedulerParameters=sched_interval=1\n"
     machine.exec(f"printf '{settings}' >>/etc/slurm/slurm.conf")
-    again = machine.install()
+    again = machine.exec(RUN, timeout=120)
     setting = machine.exec("scontrol show config | grep KillWait")
     assert "= 2 sec" in setting, f"KillWait=2 in slurm.conf has no effect: {setting}\n{again}"
 

@@ -21,10 +21,10 @@ from slurm_lab import Lab, running, why_not, write_program
 
 RESUMED = ("cifar10", "cifar10-srun", "cpu", "cpu-container", "fashionmnist")
 PLAIN = ("mnist", "synthetic")
-LINEAR = ("--epochs", 4, "--samples", 256)
-IMAGES = ("--epochs", 1, "--fake-data", 32, "--batch-size", 8)
+LINEAR = "--epochs 4 --samples 256"
+IMAGES = "--epochs 1 --fake-data 32 --batch-size 8"
 # 160 steps of 2 processes, a log line each, and no checkpoint but when the run is stopped.
-LONG = ("--epochs", 40, "--samples", 256, "--save-every", 1000, "--log-every", 0)
+LONG = "--epochs 40 --samples 256 --save-every 1000 --log-every 0"
 
 # What a process of a job sees. One write a process, since they share the output.
 PROBE = """
@@ -132,14 +132,6 @@ def test_key_of_the_cluster_is_private(lab):
     assert mode == 0o600, f"munge.key has the permissions {mode:o}"
 
 
-def submit(lab, file, *args, options=(), nodes="c1,c2", cwd=".", inside="", **variables):
-    """sbatch OPTIONS FILE ARGS, on some of the nodes; return the job's id."""
-    if file in RESUMED + PLAIN:
-        file = f"slurm/{file}.sbatch"
-    exclude = f"--exclude={','.join(sorted(set(lab.nodes) - set(nodes.split(','))))}"
-    return lab.sbatch(exclude, *options, file, *args, env=variables, cwd=cwd, inside=inside)
-
-
 def wait_for_steps(lab, job, life=0):
     """Wait until the job has logged steps since it was requeued for the life-th time."""
     def logged():
@@ -156,8 +148,7 @@ def wait_for_restart(lab, job, number):
 def preempt(lab, node, job):
     """Submit a job of a higher partition that requires the whole node."""
     before = lab.restarts(job)
-    lab.sbatch("--partition=high", f"--nodelist={node}", "--exclusive", "--output=/dev/null",
-               "--wrap=true")
+    lab.sbatch("--partition=high --exclusive --output=/dev/null --wrap=true", nodes=node)
     wait_for_restart(lab, job, before + 1)
 
 
@@ -178,9 +169,8 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
 # --- jobs that come back: the longest stories first ---
 def lost_nodes(lab):
     """One job loses the node of its batch script, another one its other node."""
-    jobs = [submit(lab, "cifar10", *LONG, "--save-every", 0, options=["--nodes=2"], nodes=nodes,
-                   SCRIPT="slow.py", LIVES=1)
-            for nodes in ("c5,c6,c9", "c7,c8,c9")]
+    jobs = [lab.sbatch(f"--nodes=2 slurm/cifar10.sbatch {LONG} --save-every 0", nodes,
+                       SCRIPT="slow.py", LIVES=1) for nodes in ("c5,c6,c9", "c7,c8,c9")]
     for job in jobs:
         wait_for_steps(lab, job)
     time.sleep(3)  # until there is a checkpoint
@@ -192,8 +182,8 @@ def lost_nodes(lab):
 
 def time_limit(lab):
     """Stops 35 s after the signal (torchrun's own limit is 30). The checkpoint is a link."""
-    job = submit(lab, "cpu", *LONG, nodes="c10", SCRIPT="slow.py", LIVES=1, STOP_SECONDS=35,
-                 CHECKPOINT="link.pt")
+    job = lab.sbatch(f"slurm/cpu.sbatch {LONG}", "c10", SCRIPT="slow.py", LIVES=1, STOP_SECONDS=35,
+                     CHECKPOINT="link.pt")
     wait_for_steps(lab, job)
     lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
     wait_for_restart(lab, job, 1)
@@ -203,9 +193,8 @@ def time_limit(lab):
 
 def preempted(lab):
     """With a GraceTime, then without one."""
-    job = submit(lab, "cifar10", *LONG, options=["--nodes=2", "--cpus-per-task=1",
-                                                 "--partition=low"], nodes="c3,c4",
-                 SCRIPT="slow.py", LIVES=2)
+    job = lab.sbatch(f"--nodes=2 --partition=low slurm/cifar10.sbatch {LONG}", "c3,c4",
+                     SCRIPT="slow.py", LIVES=2)
     lab.sh("scontrol update partition=low GraceTime=60")
     wait_for_steps(lab, job)
     preempt(lab, "c3", job)
@@ -217,8 +206,7 @@ def preempted(lab):
 
 def array(lab):
     """Two tasks. Task 1 is stopped when task 0 has completed, and its job id is the array's."""
-    array = submit(lab, "cifar10", *LONG, options=["--nodes=2", "--cpus-per-task=1", "--array=0-1"],
-                   SCRIPT="slow.py")
+    array = lab.sbatch(f"--nodes=2 --array=0-1 slurm/cifar10.sbatch {LONG}", SCRIPT="slow.py")
     wait_for_steps(lab, f"{array}_1")
     lab.wait(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
@@ -228,8 +216,8 @@ def array(lab):
 
 def preempted_before_training(lab):
     """Preempted while it imports, with a format of times that hides the year."""
-    job = submit(lab, "cifar10-srun", *LONG, nodes="c12", options=["--cpus-per-task=1"],
-                 NPROC=2, SLURM_TIME_FORMAT="%a %T", SCRIPT="late.py")
+    job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG}", "c12", NPROC=2, SCRIPT="late.py",
+                     SLURM_TIME_FORMAT="%a %T")
     lab.wait_for(job, "importing", lambda: "importing" in lab.output(job))
     preempt(lab, "c12", job)
     assert_resumed(lab, job, 1)
@@ -238,8 +226,8 @@ def preempted_before_training(lab):
 # --- jobs that end for good ---
 def bug(lab):
     """A step fails whenever it is reached. The job looks as if a task of an array submitted it."""
-    job = submit(lab, "cifar10-srun", *LONG, "--save-every", 0, SCRIPT="bug.py",
-                 SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
+    job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG} --save-every 0", SCRIPT="bug.py",
+                     SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     wait_for_restart(lab, job, 1)
     lab.wait(job, "FAILED")
     assert lab.restarts(job) == 1, f"requeued without a new checkpoint:\n{lab.output(job)}"
@@ -247,8 +235,8 @@ def bug(lab):
 
 def cancelled(lab):
     """It was requeued by hand before."""
-    job = submit(lab, "cifar10-srun", *LONG, options=["--cpus-per-task=2"], nodes="c11",
-                 SCRIPT="slow.py", LIVES=2)
+    job = lab.sbatch(f"--cpus-per-task=2 slurm/cifar10-srun.sbatch {LONG}", "c11",
+                     SCRIPT="slow.py", LIVES=2)
     wait_for_steps(lab, job)
     lab.sh(f"scontrol requeue {job}")
     wait_for_steps(lab, job, life=1)
@@ -275,8 +263,8 @@ def stories(lab, request):
         started = {name: pool.submit(function, lab) for name, function in STORIES.items()
                    if f"test_story[{name}]" in chosen}
         lab.long_run = lab.root / "long_run.pt"
-        result = run("cpu_ddp", *LONG, "--checkpoint", lab.long_run, nproc=2, launcher="torchrun",
-                     timeout=600, env={"OMP_NUM_THREADS": 1})
+        result = run("cpu_ddp", *LONG.split(), "--checkpoint", lab.long_run, nproc=2,
+                     launcher="torchrun", timeout=600, env={"OMP_NUM_THREADS": 1})
         assert result.status == 0, f"the training outside Slurm failed:\n{result.text}"
         yield started
 
@@ -290,15 +278,12 @@ def test_story(stories, name):
 class Row(NamedTuple):
     """A job, and what it shows."""
 
-    file: str
+    command: str  # sbatch COMMAND
     shown: str  # a regular expression
     number: int = 1  # of lines that show it
-    options: str = ""
-    args: tuple = ()
     variables: dict = {"SCRIPT": "probe.py", "OMP_PROC_BIND": "true"}
-    inside: str = ""  # where sbatch is typed
+    inside: str = ""  # what sbatch is typed behind
     state: str = "COMPLETED"
-    cwd: str = "."
     nodes: str = "c1,c2,c3,c4"
 
 
@@ -310,36 +295,39 @@ TOOLS = ":/usr/local/bin:/usr/bin:/bin"
 FAILED = {"variables": {}, "state": "FAILED"}
 ROWS = {
     # processes, cores and GPUs
-    "one core": Row("cifar10", "^One core and no GPU|" + probe(1, 1, "none"), 2),
-    "gres": Row("cifar10", probe(2, 1, "0,1"), 4, "--nodes=2 -c2 --gres=gpu:2"),
-    "GPUs per task": Row("cifar10-srun", probe(1, 1, "0,1"), 4, "-N2 -c2 --gpus-per-task=2"),
-    "tasks": Row("cifar10", probe(2, 1, "none"), 2, "--ntasks-per-node=2 -c1"),
-    "uneven nodes": Row("cifar10", r"^process: cores . threads 1 GPUs 0,1$", 4,
-                        "--exclusive --nodes=2", nodes="c10,c12"),
-    "in srun": Row("cpu", probe(2, 1, "none"), 2, "-w c1",
+    "one core": Row("slurm/cifar10.sbatch", "^One core and no GPU|" + probe(1, 1, "none"), 2),
+    "gres": Row("--nodes=2 -c2 --gres=gpu:2 slurm/cifar10.sbatch", probe(2, 1, "0,1"), 4),
+    "GPUs per task": Row("-N2 -c2 --gpus-per-task=2 slurm/cifar10-srun.sbatch",
+                         probe(1, 1, "0,1"), 4),
+    "tasks": Row("--ntasks-per-node=2 -c1 slurm/cifar10.sbatch", probe(2, 1, "none"), 2),
+    "uneven nodes": Row("--exclusive --nodes=2 slurm/cifar10.sbatch", probe(".", 1, "0,1"), 4,
+                        nodes="c10,c12"),
+    "in srun": Row("-w c1 slurm/cpu.sbatch", probe(2, 1, "none"), 2,
                    inside="srun -c1 --gpus-per-node=2 --mem-per-cpu=500 -w c1"),
-    "in salloc": Row("cifar10-srun", probe(1, 1, "none"), 2, "-c2 --mem=700",
+    "in salloc": Row("-c2 --mem=700 slurm/cifar10-srun.sbatch", probe(1, 1, "none"), 2,
                      inside="salloc --mem-per-cpu=500 --gpus-per-node=1 --cpus-per-gpu=1 -n2"),
     # each file, with what is particular to it
-    "cpu": Row("cpu", "^world size 4", 1, "--nodes=2 --export=NONE", LINEAR, {}),
-    "mnist": Row("mnist", "^GPUs none, threads 2 |^epoch 1/1 .* test", 2, "-c2 --gpus-per-node=2",
-                 IMAGES, {}),
-    "fashionmnist": Row("./fashionmnist.sbatch", "^world size 2 .* threads 1 |"
-                        "^saved step 2 in .*/slurm/fashionmnist-", 2, "-c2", IMAGES,
-                        {"PATH": "smi" + TOOLS}, cwd="slurm"),
-    "cifar10": Row("./cifar10.sbatch", "^saved step 2 in .*/mine/cifar10-", 1,
-                   "--nodes=2 --gpus-per-node=1", IMAGES,
-                   {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, cwd="mine"),
-    "synthetic": Row("synthetic", "^world size 2", 1, "--gpus-per-node=2", LINEAR, {}),
-    "container": Row("cpu-container",
+    "cpu": Row(f"--nodes=2 --export=NONE slurm/cpu.sbatch {LINEAR}", "^world size 4", 1, {}),
+    "cifar10-srun": Row(f"-N2 -c2 slurm/cifar10-srun.sbatch {LINEAR}", "^world size 4", 1,
+                        {"SCRIPT": "cpu_ddp/train.py"}),
+    "mnist": Row(f"-c2 --gpus-per-node=2 slurm/mnist.sbatch {IMAGES}",
+                 "^GPUs none, threads 2 |^epoch 1/1 .* test", 2, {}),
+    "fashionmnist": Row(f"-c2 ./fashionmnist.sbatch {IMAGES}", "^world size 2 .* threads 1 |"
+                        "^saved step 2 in .*/slurm/fashionmnist-", 2, {"PATH": "smi" + TOOLS},
+                        inside="cd slurm &&"),
+    "cifar10": Row(f"--nodes=2 --gpus-per-node=1 ./cifar10.sbatch {IMAGES}",
+                   "^saved step 2 in .*/mine/cifar10-", 1,
+                   {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, inside="cd mine &&"),
+    "synthetic": Row(f"--gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}", "^world size 2", 1, {}),
+    "container": Row("slurm/cpu-container.sbatch",
                      r"^--container-(image=.*/shared disk/my.sqsh|mounts=(/.*/shared disk):\2"
                      r"|workdir=/.*/shared disk)$", 3,
-                     variables={"IMAGE": "my.sqsh", "PATH": "pyxis" + TOOLS}),
+                     {"IMAGE": "my.sqsh", "PATH": "pyxis" + TOOLS}),
     # mistakes
-    "--checkpoint": Row("cpu", "^error: .*CHECKPOINT=", 1, "", ("--checkpoint", "my.pt"), **FAILED),
-    "behind the file": Row("cpu", "error: .*--cpus-per-task", 2, "", ("--cpus-per-task=2",),
+    "--checkpoint": Row("slurm/cpu.sbatch --checkpoint my.pt", "^error: .*CHECKPOINT=", **FAILED),
+    "behind the file": Row("slurm/cpu.sbatch --cpus-per-task=2", "error: .*--cpus-per-task", 2,
                            **FAILED),
-    "fashionmnist on two nodes": Row("fashionmnist", "^error: one node", 1, "--nodes=2", **FAILED),
+    "fashionmnist on two nodes": Row("-N2 slurm/fashionmnist.sbatch", "^error: one node", **FAILED),
 }
 
 
@@ -352,11 +340,8 @@ def jobs(lab):
     (lab.folder / "mine").mkdir()
     shutil.copy(lab.folder / "cifar10_ddp/train.py", lab.folder / "mine/my.py")
     shutil.copy(lab.folder / "slurm/cifar10.sbatch", lab.folder / "mine")
-    ids = {}
-    for name, row in ROWS.items():
-        ids[name] = submit(lab, row.file, *row.args, options=row.options.split(), nodes=row.nodes,
-                           cwd=row.cwd, inside=row.inside, **row.variables)
-    return ids
+    return {name: lab.sbatch(row.command, row.nodes, row.inside, **row.variables)
+            for name, row in ROWS.items()}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -396,20 +381,3 @@ def test_two_terminals_train_together(lab):
     shown = (lab.folder / "master.log").read_text()
     assert "world size 2" in shown, f"two terminals are not one run:\n{shown}"
     assert "epoch 4/4" in shown, f"two terminals have not trained to the end:\n{shown}"
-
-
-TRAIN = ".venv/bin/python cpu_ddp/train.py --epochs 4 --samples 256"
-
-
-@pytest.mark.parametrize("allocation, command, processes", [
-    ("salloc --nodes=2 --ntasks-per-node=2", f"srun {TRAIN}", 4),
-    # bash ends at once in the task that has no terminal
-    ("srun --ntasks=2 --pty ./shell", f"[[ ! -t 0 ]] || {TRAIN}", 1),
-])
-def test_python_in_a_terminal_is_one_run(lab, allocation, command, processes):
-    """The command is the shell of an allocation."""
-    write_program(lab.folder / "shell", command)
-    allocation = shlex.quote(f"SHELL=./shell {allocation}")
-    shown = lab.sh(f"script --quiet --command {allocation} /dev/null", timeout=200)
-    sizes = re.findall(r"world size (\d+)", shown)
-    assert sizes == [str(processes)], f"not one run of {processes} processes:\n{shown}"
