@@ -31,6 +31,9 @@ OFFICIAL_IMAGE = re.search(r"ARG BASE_IMAGE=(\S+)", DOCKERFILE.read_text())[1]
 OUR_IMAGE = "ddp:1"  # IMAGE_URI of the tests
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.5.16"
 LIMIT = 3  # failures of a pod that containers/README.md promises to survive
+# Starts a container, also on a machine without systemd.
+PODMAN_RUN = ["podman", "--runtime", "runc", "run", "--volume", BORROWED,
+              "--ulimit", "nofile=20000:20000", "--ulimit", "nproc=30000:30000", "--rm"]
 NUMBERS = itertools.count(1)  # of namespaces
 
 
@@ -51,11 +54,10 @@ def ip(namespace, *commands):
 
 def missing():
     """Return what this machine lacks, or an empty string."""
-    if os.geteuid() != 0 or sys.version_info[:2] not in DEBIAN_OF_PYTHON:
-        return "requires root and the Python of Debian (3.11 or 3.13)"
-    if not all(map(shutil.which, TOOLS)):
-        return f"requires apt-get install {PACKAGES}"
-    return ""
+    if (os.geteuid() == 0 and sys.version_info[:2] in DEBIAN_OF_PYTHON
+            and all(map(shutil.which, TOOLS))):
+        return ""
+    return f"requires root, the Python of Debian (3.11 or 3.13), apt-get install {PACKAGES}"
 
 
 # --- images ---
@@ -94,12 +96,6 @@ def images():
     atexit.register(sh, "podman", "rmi", "--force", image)
     etcd = ["--volume", f"{shutil.which('etcd')}:/usr/local/bin/etcd:ro", base]
     return {OUR_IMAGE: [image], OFFICIAL_IMAGE: [base], ETCD_IMAGE: etcd}
-
-
-def podman_run(*options):
-    """Return the command of a container, also on a machine without systemd."""
-    return ["podman", "--runtime", "runc", "run", "--volume", BORROWED,
-            "--ulimit", "nofile=20000:20000", "--ulimit", "nproc=30000:30000", *options]
 
 
 # --- manifests ---
@@ -190,7 +186,7 @@ class Pod:
         security = self.spec["securityContext"]
         limits = container["resources"]["limits"]
         options = [
-            "--rm", "--name", self.container, "--hostname", self.dns,
+            "--name", self.container, "--hostname", self.dns,
             "--entrypoint", json.dumps(container["command"]),
             "--network", f"ns:/run/netns/{self.namespace}",
             "--no-hosts", "--volume", f"{self.cluster.hosts}:/etc/hosts:ro",
@@ -211,7 +207,7 @@ class Pod:
             if "persistentVolumeClaim" in volume:
                 source = f"type=bind,source={self.cluster.claim}"
             options += ["--mount", f'{source},destination={mount["mountPath"]}']
-        return podman_run(*options, *images()[container["image"]], *container.get("args", []))
+        return PODMAN_RUN + options + images()[container["image"]] + container.get("args", [])
 
     def kill_worker(self):
         """Kill a training process, a child of torchrun."""

@@ -46,7 +46,7 @@ def in_image(*command):
     if lab.missing():
         pytest.skip(lab.missing())
     (image,) = lab.images()[lab.OUR_IMAGE]
-    return lab.sh(*lab.podman_run("--rm", "--network", "none", image), *command, timeout=180)
+    return lab.sh(*lab.PODMAN_RUN, "--network", "none", image, *command, timeout=180)
 
 
 def test_the_image_holds_the_scripts_alone_and_a_user_who_has_a_home():

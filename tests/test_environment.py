@@ -26,14 +26,8 @@ esac
 
 
 @pytest.fixture
-def project(tmp_path):
-    shutil.copytree(ROOT / "slurm", tmp_path / "a project/slurm")
-    return tmp_path / "a project"
-
-
-@pytest.fixture
-def environment(tmp_path):
-    """Variables with which pip finds nothing but the tiny package, in versions 1.0 and 2.0."""
+def project(tmp_path, monkeypatch):
+    """A folder with slurm/, and pip finds nothing but the tiny package, in versions 1.0 and 2.0."""
     for version in ("1.0", "2.0"):
         files = {"WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n", "RECORD": "",
                  "METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
@@ -44,22 +38,24 @@ def environment(tmp_path):
                 wheel.writestr(f"tiny-{version}.dist-info/{name}", text)
     home = f".local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     shutil.unpack_archive(tmp_path / "tiny-1.0-py3-none-any.whl", tmp_path / home, "zip")
-    env = {name: value for name, value in os.environ.items()
-           if not name.startswith(("PIP_", "CONDA_", "MAMBA_"))}
-    return env | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_USER": "1",
-                  "PIP_FIND_LINKS": tmp_path.as_uri(), "PYTHON": sys.executable,
-                  "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    monkeypatch.setattr(os, "environ", {
+        "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_USER": "1",
+        "PIP_FIND_LINKS": tmp_path.as_uri(), "PYTHON": sys.executable, "HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin"})
+    shutil.copytree(ROOT / "slurm", tmp_path / "a project/slurm")
+    return tmp_path / "a project"
 
 
-def bash(script, env):
-    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=180)
+def bash(script):
+    return subprocess.run(["bash", script], env=os.environ, capture_output=True, text=True,
+                          timeout=180)
 
 
-def assert_follows_the_requirements(script, folder, env):
+def assert_follows_the_requirements(script, folder):
     """Run the script, change requirements.txt, and run it again."""
     for version in ("1.0", "2.0"):
         (script.parent / "requirements.txt").write_text(f"tiny=={version}\n")
-        done = bash(script, env)
+        done = bash(script)
         assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}{done.stderr}"
         found = subprocess.run([f"'{folder}/bin/torchrun'"], env={"PYTHONNOUSERSITE": "1"},
                                shell=True, capture_output=True, text=True).stdout.strip()
@@ -68,13 +64,12 @@ def assert_follows_the_requirements(script, folder, env):
             f"requirements.txt names:\n{done.stdout}{done.stderr}")
 
 
-def test_venv_that_was_interrupted_is_completed(project, environment):
+def test_venv_that_was_interrupted_is_completed(project):
     """It has no pip, and not the file that venv writes last."""
     command = [sys.executable, "-m", "venv", "--without-pip", project / ".venv"]
     subprocess.run(command, check=True, timeout=60)
     (project / ".venv/bin/activate").unlink()
-    script = project / "slurm/create-venv.sh"
-    assert_follows_the_requirements(script, project / ".venv", environment)
+    assert_follows_the_requirements(project / "slurm/create-venv.sh", project / ".venv")
 
 
 @pytest.mark.parametrize("script, lack, remedy", [
@@ -82,23 +77,22 @@ def test_venv_that_was_interrupted_is_completed(project, environment):
     ("create-venv.sh", "sys.modules['ensurepip'] = None", "python3-venv"),
     ("create-conda-env.sh", "no conda", f"{os.uname().sysname}-{os.uname().machine}.sh\n    bash "),
 ])
-def test_what_the_machine_lacks_is_an_error_line(script, lack, remedy, project, environment):
+def test_what_the_machine_lacks_is_an_error_line(script, lack, remedy, project):
     """This machine's Python takes the place of one that is too old or has no venv."""
-    python = project / "python"
-    write_program(python, f'exec {sys.executable} -c "import sys; {lack}; $2"')
-    done = bash(project / "slurm" / script, environment | {"PYTHON": str(python)})
+    write_program(project / "python", f'exec {sys.executable} -c "import sys; {lack}; $2"')
+    os.environ["PYTHON"] = str(project / "python")
+    done = bash(project / "slurm" / script)
     assert done.returncode != 0, f"{script} succeeds, and must say: {remedy}"
     assert done.stderr.startswith("error: "), f"no error line:\n{done.stderr}"
     assert remedy in done.stderr, f"the error line does not name {remedy}:\n{done.stderr}"
     assert not (project / ".venv").exists(), "a Python that cannot make a venv has begun one"
 
 
-def test_conda_environment_is_made_once(project, environment, tmp_path):
+def test_conda_environment_is_made_once(project, tmp_path):
     """By a conda that is where Miniforge puts it, and not on PATH."""
     conda = tmp_path / "miniforge3/bin/conda"
     write_program(conda, CONDA)
-    script = project / "slurm/create-conda-env.sh"
-    assert_follows_the_requirements(script, project / ".conda", environment)
+    assert_follows_the_requirements(project / "slurm/create-conda-env.sh", project / ".conda")
     text = conda.with_name("conda.calls").read_text()
     made = re.findall("^create --yes --prefix (.*)", text, re.MULTILINE)
     options = "--override-channels --channel conda-forge python=3.12 pip"

@@ -141,15 +141,11 @@ def wait_for_steps(lab, job, life=0):
     lab.wait_for(job, f"training after {life} restarts", logged)
 
 
-def wait_for_restart(lab, job, number):
-    lab.wait_for(job, f"requeued {number} times", lambda: lab.restarts(job) == number)
-
-
 def preempt(lab, node, job):
     """Submit a job of a higher partition that requires the whole node."""
-    before = lab.restarts(job)
+    number = lab.restarts(job) + 1
     lab.sbatch("--partition=high --exclusive --output=/dev/null --wrap=true", nodes=node)
-    wait_for_restart(lab, job, before + 1)
+    lab.wait_for(job, f"requeued {number} times", lambda: lab.restarts(job) == number)
 
 
 def assert_resumed(lab, job, restarts, checkpoint=None):
@@ -186,7 +182,7 @@ def time_limit(lab):
                      CHECKPOINT="link.pt")
     wait_for_steps(lab, job)
     lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
-    wait_for_restart(lab, job, 1)
+    lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
     lab.sh(f"scontrol update job={job} TimeLimit=30")
     assert_resumed(lab, job, 1, "link.pt")
 
@@ -228,7 +224,7 @@ def bug(lab):
     """A step fails whenever it is reached. The job looks as if a task of an array submitted it."""
     job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG} --save-every 0", SCRIPT="bug.py",
                      SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
-    wait_for_restart(lab, job, 1)
+    lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
     lab.wait(job, "FAILED")
     assert lab.restarts(job) == 1, f"requeued without a new checkpoint:\n{lab.output(job)}"
 
