@@ -12,12 +12,10 @@ import torch
 from functions import load_script
 
 
-@pytest.fixture(scope="module")
-def module():
-    return load_script("fashionmnist_ddp")
+module = load_script("fashionmnist_ddp")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def environ(monkeypatch):
     """The environment variables: none, until a test sets some."""
     env = {}
@@ -33,7 +31,7 @@ def environ(monkeypatch):
     ("4", "3", None, "OMP_NUM_THREADS=3 is the user's choice"),
     ("1", "1", None, "OMP_NUM_THREADS=1 of a single process is the user's choice"),
 ])
-def test_processes_share_the_cores(module, environ, monkeypatch, processes, omp, expected, why):
+def test_processes_share_the_cores(environ, monkeypatch, processes, omp, expected, why):
     """Of the 8 of 64 that this process may use, on a system without glibc's mallopt."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(40, 48)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -65,8 +63,8 @@ TORCHRUN = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
     (TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, False, (2, 0, 4), "torchrun under mpirun"),
     ({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0"}, False, (0, 0, 1), "an sbatch file"),
 ])
-def test_ranks_by_the_variables_of_a_launcher(module, environ, monkeypatch, variables, terminal,
-                                              expected, what):
+def test_ranks_by_the_variables_of_a_launcher(environ, monkeypatch, variables, terminal, expected,
+                                              what):
     environ.update(variables)
     monkeypatch.setattr(os, "isatty", lambda descriptor: terminal)
     ranks = module.setup_environment()
@@ -77,7 +75,7 @@ def test_ranks_by_the_variables_of_a_launcher(module, environ, monkeypatch, vari
     {"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "4"}, {"PMIX_RANK": "0"},
     {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"},
 ], ids=str)
-def test_mpirun_is_an_error_line(module, environ, variables):
+def test_mpirun_is_an_error_line(environ, variables):
     """Each of its processes would train alone."""
     environ.update(variables)
     with pytest.raises(SystemExit, match="error: mpirun .*torchrun"):
@@ -92,15 +90,14 @@ def test_mpirun_is_an_error_line(module, environ, variables):
     ({"SLURM_STEP_NODELIST": "n7,gpu[1-2]"}, r"n7:\d+"),
     ({"MASTER_ADDR": "n01", "MASTER_PORT": "1234"}, "n01:1234"),
 ], ids=str)
-def test_the_master_is_the_first_node_of_a_step_or_the_users_choice(module, environ, variables,
-                                                                    master):
+def test_the_master_is_the_first_node_of_a_step_or_the_users_choice(environ, variables, master):
     environ.update(STEP | variables)
     module.setup_environment()
     found = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     assert re.fullmatch(master, found), f"{variables}: the master is {found}, not {master}"
 
 
-def test_jobs_and_steps_have_different_ports(module, environ):
+def test_jobs_and_steps_have_different_ports(environ):
     """They may run side by side on one machine."""
     ports = set()
     for job, step in [("4711", "0"), ("4712", "0"), ("4711", "1"), ("4712", "1")]:
@@ -125,7 +122,7 @@ def set_gpus(monkeypatch, count, usable):
     (1, "1", 3, "cuda:0"),  # srun may show each process only its own GPU
     (0, "4", 3, "cpu"),
 ])
-def test_the_device_of_a_process(module, environ, monkeypatch, count, local_world_size, local_rank,
+def test_the_device_of_a_process(environ, monkeypatch, count, local_world_size, local_rank,
                                  expected):
     set_gpus(monkeypatch, count, usable=count > 0)
     environ["LOCAL_WORLD_SIZE"] = local_world_size
@@ -134,16 +131,16 @@ def test_the_device_of_a_process(module, environ, monkeypatch, count, local_worl
 
 
 @pytest.mark.parametrize("usable, local_world_size, call, error", [
-    (False, "2", lambda module: module.pick_device(0), "cannot use"),  # the driver is too old
-    (False, "1", lambda module: load_script("mnist_dp").pick_devices(None), "cannot use"),
-    (True, "3", lambda module: module.pick_device(0), "more processes"),
-    (True, "1", lambda module: module.pick_device(2), "more processes"),
-    (True, "1", lambda module: module.spawn(3, None), "more processes"),  # once: before they start
+    (False, "2", lambda: module.pick_device(0), "cannot use"),  # the driver is too old
+    (False, "1", lambda: load_script("mnist_dp").pick_devices(None), "cannot use"),
+    (True, "3", lambda: module.pick_device(0), "more processes"),
+    (True, "1", lambda: module.pick_device(2), "more processes"),
+    (True, "1", lambda: module.spawn(3, None), "more processes"),  # once: before they start
 ])
-def test_what_two_gpus_cannot_do_is_an_error_line(module, environ, monkeypatch, usable,
-                                                  local_world_size, call, error):
+def test_what_two_gpus_cannot_do_is_an_error_line(environ, monkeypatch, usable, local_world_size,
+                                                  call, error):
     set_gpus(monkeypatch, 2, usable)
     environ["LOCAL_WORLD_SIZE"] = local_world_size
     with pytest.raises(SystemExit, match=f"error: .*{error}.*CUDA_VISIBLE_DEVICES="):
-        used = call(module)
+        used = call()
         pytest.fail(f"no error line with {error!r}, but {used}")
