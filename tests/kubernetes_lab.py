@@ -9,7 +9,6 @@ environment of the tests, and which takes the place of the official images of Py
 
 import atexit
 import functools
-import itertools
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 from scripts import ROOT
+from slurm_lab import Machine, Network
 
 TOOLS = ["buildah", "podman", "runc", "debootstrap", "ip", "envsubst", "yq", "etcd"]
 PACKAGES = "buildah podman runc debootstrap iproute2 gettext-base yq etcd-server"
@@ -34,7 +34,6 @@ LIMIT = 3  # failures of a pod that containers/README.md promises to survive
 # Starts a container, also on a machine without systemd.
 PODMAN_RUN = ["podman", "--runtime", "runc", "run", "--volume", BORROWED,
               "--ulimit", "nofile=20000:20000", "--ulimit", "nproc=30000:30000", "--rm"]
-NUMBERS = itertools.count(1)  # of namespaces
 
 
 def sh(*command, timeout=60, **options):
@@ -44,12 +43,6 @@ def sh(*command, timeout=60, **options):
     output = done.stdout[-3000:] + done.stderr[-3000:]
     assert done.returncode == 0, f"{words} failed:\n{output}"
     return done.stdout
-
-
-def ip(namespace, *commands):
-    """Run commands of ip in a network namespace."""
-    for command in commands:
-        sh("ip", "-n", namespace, *command.split())
 
 
 def missing():
@@ -173,11 +166,11 @@ class Pod:
         self.start()
 
     def start(self):
-        self.namespace, self.address = self.cluster.connect(self.dns)
+        self.machine = self.cluster.connect(self.dns)
         self.start_container()
 
     def start_container(self):
-        self.container = f"{self.namespace}-{self.failures}"
+        self.container = f"ddp-tests-{self.machine.pid}-{self.failures}"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
 
@@ -188,7 +181,7 @@ class Pod:
         options = [
             "--name", self.container, "--hostname", self.dns,
             "--entrypoint", json.dumps(container["command"]),
-            "--network", f"ns:/run/netns/{self.namespace}",
+            "--network", f"ns:/proc/{self.machine.pid}/ns/net",
             "--no-hosts", "--volume", f"{self.cluster.hosts}:/etc/hosts:ro",
             "--volume", f"{self.cluster.only_hosts}:/etc/nsswitch.conf:ro",
             "--user", f'{security["runAsUser"]}:{security["runAsGroup"]}',
@@ -231,9 +224,17 @@ class Pod:
             assert self.failures <= LIMIT, f"{self.name} fails again:\n{self.cluster.logs()}"
             time.sleep(self.failures)
             self.start()
-        elif self.address:
+        elif self.machine:
             self.failures += 1
             self.start_container()
+
+
+class Namespace(Machine):
+    """The network of a pod."""
+
+    def command(self):
+        return ["unshare", "--net", "--pid", "--fork", "--kill-child=KILL",
+                "sh", "-c", "ip link set lo up; exec sleep infinity"]
 
 
 class Cluster:
@@ -242,7 +243,6 @@ class Cluster:
     def __init__(self, folder):
         self.folder = folder
         self.pods = []
-        self.namespaces = []
         self.claim = folder / "claim"  # the volume
         self.claim.mkdir()
         self.claim.chmod(0o2775)  # for the members of fsGroup
@@ -250,43 +250,34 @@ class Cluster:
         self.hosts.write_text("127.0.0.1 localhost\n")
         self.only_hosts = folder / "nsswitch.conf"  # unknown names fail at once
         self.only_hosts.write_text("hosts: files\n")
-        self.bridge = self.add_namespace()
-        ip(self.bridge, "link add br0 up type bridge")
+        self.network = Network(folder, 0, Namespace)
+        self.network.up()
 
     def close(self):
         for pod in self.pods:
             remove = ["podman", "rm", "-f", "-t", "0", "--ignore", pod.container]
             while pod.process.poll() is None:  # its container may not be there yet
                 subprocess.run(remove, capture_output=True)
-        for namespace in self.namespaces:
-            sh("ip", "netns", "delete", namespace)
-
-    def add_namespace(self):
-        name = f"k8s-{os.getpid()}-{next(NUMBERS)}"
-        self.namespaces.append(name)
-        sh("ip", "netns", "add", name)
-        ip(name, "link set lo up")
-        return name
+        for machine in self.network.machines.values():
+            machine.kill()
 
     def connect(self, name):
-        """Return a new namespace with an address that has a name, and its address."""
-        namespace = self.add_namespace()
-        number = namespace.rpartition("-")[2]
-        address = f"10.244.0.{number}"
-        ip(namespace, f"link add eth0 up type veth peer veth{number} netns {self.bridge}",
-           f"address add {address}/24 dev eth0")
-        ip(self.bridge, f"link set veth{number} master br0 up")
+        """Return a new network with an address that has a name."""
+        number = len(self.network.machines) + 1
+        machine = Namespace(self.network, f"pod{number}", f"10.9.8.{number}")
+        self.network.machines[machine.name] = machine
+        machine.boot()
         with self.hosts.open("a") as hosts:
-            hosts.write(f"{address} {name}\n::ffff:{address} {name}\n")
-        return namespace, address
+            hosts.write(f"{machine.address} {name}\n::ffff:{machine.address} {name}\n")
+        return machine
 
     def disconnect(self, pod):
         """Take the pod's address out of the network and of the names."""
-        if pod.address:
-            ip(pod.namespace, "link delete eth0")
+        if pod.machine:
+            pod.machine.kill()
             hosts = self.hosts.read_text()
-            self.hosts.write_text(hosts.replace(f"{pod.address} ", "# "))
-            pod.address = None
+            self.hosts.write_text(hosts.replace(f"{pod.machine.address} ", "# "))
+            pod.machine = None
 
     def apply(self, documents):
         """Start all pods of the documents and return them."""
