@@ -225,7 +225,8 @@ def bug(lab):
     job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG} --save-every 0", SCRIPT="bug.py",
                      SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
-    lab.wait(job, "FAILED")
+    lab.wait_for(job, "failed for good",
+                 lambda: lab.show(job, "JobState") == "FAILED" or lab.restarts(job) > 1)
     assert lab.restarts(job) == 1, f"requeued without a new checkpoint:\n{lab.output(job)}"
 
 
