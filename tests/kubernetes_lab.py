@@ -221,7 +221,8 @@ class Pod:
         if self.spec.get("restartPolicy") == "Never":  # a Job's pod
             self.cluster.disconnect(self)
             self.failures += 1
-            assert self.failures <= LIMIT, f"{self.name} fails again:\n{self.cluster.logs()}"
+            assert self.failures <= LIMIT, (
+                f"{self.name} has failed too often: the job ends:\n{self.cluster.logs()}")
             time.sleep(self.failures)
             self.start()
         elif self.machine:
