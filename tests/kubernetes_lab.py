@@ -284,17 +284,17 @@ class Cluster:
         """Start all pods of the documents and return them."""
         return [Pod(self, *pod) for document in documents for pod in pods_of(document)]
 
-    def wait_until(self, condition, timeout=400):
+    def wait_until(self, what, condition):
         """Tend the pods until condition() is true."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + 400
         while not condition():
-            assert time.monotonic() < end, f"not seen in {timeout} s:\n{self.logs()}"
+            assert time.monotonic() < end, f"not within 400 s: {what}\n{self.logs()}"
             for pod in self.pods:
                 pod.tend()
             time.sleep(0.2)
 
     def wait_completed(self, pods):
-        self.wait_until(lambda: all(pod.process.poll() == 0 for pod in pods))
+        self.wait_until("the pods complete", lambda: all(pod.process.poll() == 0 for pod in pods))
 
     def logs(self):
         """Return the end of the log of each pod."""

@@ -142,7 +142,7 @@ def next_start(cluster, pods, processes=2):
     def has_saved():
         starts = starts_of(pods)
         return len(starts) > count and starts[-1].processes == processes and starts[-1].saved > 0
-    cluster.wait_until(has_saved)
+    cluster.wait_until(f"{processes} processes train and save", has_saved)
     return starts_of(pods)[-2:]
 
 
