@@ -2,23 +2,27 @@
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 import torch
 from checkpoints import load_checkpoint
 from processes import clean_environment, free_port
 from scripts import script_path
+from torch.multiprocessing.spawn import ProcessException
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def load_script(script):
     """Return a script as a module, to call one of its functions."""
-    spec = importlib.util.spec_from_file_location(str(script), script_path(script))
+    name = re.sub(r"\W", "_", str(script))
+    spec = importlib.util.spec_from_file_location(name, script_path(script))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # to pickle its classes
+    sys.modules[name] = module  # to pickle its functions and classes
     spec.loader.exec_module(module)
     return module
 
@@ -57,34 +61,46 @@ def no_setup(module, rank):
     """Change nothing: for train()."""
 
 
-def train(script, *flags, nproc=1, setup=no_setup):
-    """Run a script's main() in forked processes, after setup(module, rank).
-
-    Return for each rank what setup has returned, the argument of sys.exit or 0, and the time.
+class End(NamedTuple):
+    """What processes have done, by rank. No ranks: one of them was killed, or has raised an error.
     """
+    results: list  # what setup has returned
+    statuses: list  # the argument of sys.exit, or 0
+    times: list
+    text: str  # what all of them have printed, and the error
+
+
+def train(script, *flags, nproc=1, setup=no_setup):
+    """Run a script's main() in forked processes, after setup(module, rank). Return their End."""
     module = load_script(script)
+    main = getattr(module, "main", lambda: module.train(module.parse_args()))
 
     def call(rank):
         sys.argv = ["train.py", *map(str, flags)]
+        sys.stdout = sys.stderr = open(log.name, "a", buffering=1)
         result = setup(module, rank)
-        code = 0
+        status = 0
         try:
-            if hasattr(module, "main"):
-                module.main()
-            else:
-                module.train(module.parse_args())
-        except SystemExit as error:
-            code = error.code
-        return result, code, time.time()
+            main()
+        except SystemExit as end:
+            status = end.code
+        return result, status, time.time()
 
-    return fork(nproc, call)
+    with tempfile.NamedTemporaryFile("r") as log:
+        try:
+            ranks, error = fork(nproc, call), ""
+        except (AssertionError, ProcessException) as failure:
+            ranks, error = [], str(failure)
+        of_ranks = [[rank[field] for rank in ranks] for field in range(3)]
+        return End(*of_ranks, log.read() + error)
 
 
-def finish(script, *flags, nproc, setup=no_setup):
-    """Train to the end, and return for each rank what setup has returned."""
-    results, statuses, _ = zip(*train(script, *flags, nproc=nproc, setup=setup))
-    assert not any(statuses), f"the run did not end well: {statuses} of {script} {flags}"
-    return list(results)
+def finish(script, *flags, nproc=1, setup=no_setup):
+    """Train to the end, as train() does."""
+    end = train(script, *flags, nproc=nproc, setup=setup)
+    assert end.statuses == nproc * [0], (
+        f"{script} {flags} must end well on {nproc} processes, not with {end.statuses}\n{end.text}")
+    return end
 
 
 def stop(script, *flags, nproc, after, setup=no_setup):
@@ -95,9 +111,10 @@ def stop(script, *flags, nproc, after, setup=no_setup):
         if rank == 0:
             signal_after(after - 1)
 
-    train(script, *flags, nproc=nproc, setup=setup_and_stop)
+    end = train(script, *flags, nproc=nproc, setup=setup_and_stop)
     step = load_checkpoint(flags[-1])["step"]
-    assert step == after, f"a signal before step {after} has stopped the run after step {step}"
+    assert step == after, (
+        f"a signal before step {after} has stopped the run after step {step}\n{end.text}")
 
 
 def signal_after(number, signum=signal.SIGTERM):

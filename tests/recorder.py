@@ -1,31 +1,15 @@
-"""Record what a script's training computes and prints in forked processes: see functions.train."""
+"""Record what a script's training computes in forked processes: see functions.train."""
 
 import copy
-import sys
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functions import finish, no_setup, watch
+from functions import watch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
-
-
-def output_of(script, *flags, nproc, setup=no_setup):
-    """Train to the end. Return for each rank what setup has returned, and what rank 0 prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        def print_to_files(module, rank):
-            sys.stdout = open(f"{folder}/{rank}", "w", buffering=1)
-            return setup(module, rank)
-
-        results = finish(script, *flags, nproc=nproc, setup=print_to_files)
-        first_rank, *others = (Path(f"{folder}/{rank}").read_text() for rank in range(nproc))
-    assert not any(others), f"{script}: only rank 0 prints, but the others have printed: {others}"
-    return results, first_rank
 
 
 class Part(NamedTuple):

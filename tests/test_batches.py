@@ -45,7 +45,7 @@ def record(script, nproc, batch_size, seed=0):
              "--lr", 0, "--seed", seed, *SCRIPTS[script].no_children]
     if script in CHECKPOINT_SCRIPTS:
         flags += ["--global-batch", GLOBAL_BATCH]
-    return finish(script, *flags, nproc=nproc, setup=setup)
+    return finish(script, *flags, nproc=nproc, setup=setup).results
 
 
 def parts_of_steps(case):

@@ -1,6 +1,8 @@
 """cifar10_ddp's images are read by processes of a DataLoader, which change no weights."""
 
 import os
+import random
+import select
 import signal
 import tempfile
 
@@ -9,8 +11,8 @@ import torch
 import torch.multiprocessing as mp
 from checkpoints import assert_equal
 from copies import make_copy
-from functions import at_step, load_script
-from image_folder import TINY, run, write_images
+from functions import at_step, finish, load_script, signal_after, train
+from image_folder import TINY, write_images
 from processes import start, wait_until_gone
 
 ROTATE = [  # edits of a copy: a transform that uses Python's random numbers
@@ -33,41 +35,56 @@ def script(tmp_path_factory):
     return make_copy("cifar10_ddp", tmp_path_factory.mktemp("rotate") / "train.py", *ROTATE)
 
 
-def flags_of(folder, workers, nproc=1, epochs=2):
+def flags_of(folder, workers, *more, nproc=1, epochs=2):
     """Return flags for three steps of 4 images in an epoch."""
-    return ("--image-folder", folder, "--workers", workers, "--epochs", epochs,
-            "--batch-size", 4 // nproc)
+    return (*TINY, "--image-folder", folder, "--workers", workers, "--epochs", epochs,
+            "--batch-size", 4 // nproc, *more)
+
+
+def train_and_wait(*arguments, **options):
+    """Call train(). Its processes must end within 20 s, and those that they have started."""
+    read, write = os.pipe()  # each of them inherits it, and closes it when it ends
+    end = train(*arguments, **options)
+    os.close(write)
+    load = os.getloadavg()[0] / os.cpu_count()  # where others use the cores, it takes longer
+    ended, _, _ = select.select([read], [], [], 20 * max(1, load))
+    os.close(read)
+    assert ended, f"20 s after the end of training, its loader processes are left\n{end.text}"
+    return end
 
 
 # --- the same weights ---
 @pytest.fixture(scope="module")
 def undisturbed(folder, script, tmp_path_factory):
     """Train on two processes, without loader processes. Return the checkpoint."""
-    trial = tmp_path_factory.mktemp("undisturbed")
-    end = run(script, trial, *flags_of(folder, 0, 2), "--checkpoint", trial / "run.pt", nproc=2)
-    assert end.statuses == [0, 0], end.text
-    return trial / "run.pt"
+    path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
+    finish(script, *flags_of(folder, 0, "--checkpoint", path, nproc=2), nproc=2)
+    return path
 
 
 def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, script, tmp_path):
-    end = run(script, tmp_path, *flags_of(folder, 3, 2), "--checkpoint", tmp_path / "run.pt",
-              nproc=2)
-    assert end.statuses == [0, 0], end.text
-    assert_equal(tmp_path / "run.pt", undisturbed)
-    ranks = sorted(rank for rank, _ in end.loaders)
-    assert ranks == [0, 0, 0, 1, 1, 1], (
-        f"--workers 3: in 2 epochs, loader processes have been started by the ranks {ranks}")
+    def see_processes(module, rank):
+        pids = set()
+        at_step(lambda step: pids.update(process.pid for process in mp.active_children()))
+        return pids
+
+    flags = flags_of(folder, 3, "--checkpoint", tmp_path / "run.pt", nproc=2)
+    pids = finish(script, *flags, nproc=2, setup=see_processes).results
+    assert_equal(tmp_path / "run.pt", undisturbed, "with loader processes, the checkpoint")
+    counts = [len(of_rank) for of_rank in pids]
+    assert counts == [3, 3], f"--workers 3: in 2 epochs, ranks start {counts} loader processes"
 
 
-def test_random_transforms_depend_on_seed_epoch_and_index(folder, script):
+def test_random_transforms_depend_on_seed_epoch_and_index(script):
     module = load_script(script)
-    flags = [str(flag) for flag in ("--image-folder", folder, *TINY)]
-    data = module.SeededData(module.parse_args(flags))
-    image, *others = (data[key][0] for key in (
-        (0, 1, True, 2), (0, 1, True, 2), (1, 1, True, 2), (0, 2, True, 2)))
-    equal = [torch.equal(image, other) for other in others]
-    assert equal == [True, False, False], (
-        f"an image must be another one for another seed or epoch, but not else: {equal}")
+    data = module.SeededData(module.parse_args(["--fake-data"]))
+    data.transforms[True] = lambda image, label: [torch.rand(1).item(), random.random()]
+    key = (0, 1, True, 2)
+    numbers = data[key]
+    assert data[key] == numbers, "the random numbers of torch or Python are not those of the key"
+    for other in ((1, 1, True, 2), (0, 2, True, 2), (0, 1, True, 3)):
+        both = set(numbers) & set(data[other])
+        assert not both, f"seed, epoch, set and index {other} have random numbers of {key}: {both}"
 
 
 # --- signals ---
@@ -79,34 +96,29 @@ def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms
             for pid in (os.getpid(), *(process.pid for process in mp.active_children())):
                 os.kill(pid, signal.SIGTERM)
 
-    flags = (*flags_of(folder, 2, 2), "--checkpoint", tmp_path / "run.pt")
-    end = run(script, tmp_path, *flags, nproc=2, prepare=lambda *_: at_step(send_to_all))
+    flags = flags_of(folder, 2, "--checkpoint", tmp_path / "run.pt", nproc=2)
+    end = train_and_wait(script, *flags, nproc=2, setup=lambda *_: at_step(send_to_all))
     assert end.statuses == ["stopped by a signal after step 5", 1], (
         f"SIGTERM to training and loader processes: the run must stop and save\n{end.text}")
-    assert not end.left, f"20 s after SIGTERM, the processes {end.left} are left\n{end.text}"
-    end = run(script, tmp_path, *flags, nproc=2)
-    assert end.statuses == [0, 0], end.text
-    assert_equal(tmp_path / "run.pt", undisturbed)
+    finish(script, *flags, nproc=2)
+    assert_equal(tmp_path / "run.pt", undisturbed, "stopped and resumed, the checkpoint")
 
 
 # --- the end of a run ---
 def test_run_is_stopped_while_its_loader_processes_are_busy(folder, tmp_path):
-    """They would read test images for ten minutes."""
+    """They would read test images for minutes."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
-        'before "return self.transforms[train_set]"', "if not train_set:\n    time.sleep(600)"))
-    end = run(copy, tmp_path, *flags_of(folder, 2),
-              prepare=lambda *_: at_step(lambda step: os.kill(os.getpid(), signal.SIGTERM)))
-    assert "stopped by a signal after step " in end.text, f"SIGTERM must stop a run\n{end.text}"
+        'before "return self.transforms[train_set]"', "if not train_set:\n    time.sleep(200)"))
+    end = train_and_wait(copy, *flags_of(folder, 2),
+                         setup=lambda *_: at_step(lambda step: signal.raise_signal(signal.SIGTERM)))
+    assert "stopped by a signal after step " in str(end.statuses), (
+        f"SIGTERM must stop a run\n{end.text}")
     assert "DataLoader worker" not in end.text, f"DataLoader raises another error\n{end.text}"
-    assert not end.left, f"the loader processes {end.left} are left\n{end.text}"
 
 
-def test_killed_training_process_leaves_no_process(folder, tmp_path):
-    end = run("cifar10_ddp", tmp_path, *flags_of(folder, 2, epochs=100), prepare=lambda *_: at_step(
-        lambda step: step == 5 and os.kill(os.getpid(), signal.SIGKILL)))
-    assert end.loaders, f"no loader process was started\n{end.text}"
-    assert not end.left, (
-        f"20 s after SIGKILL of the training process, its loader processes {end.left} are left")
+def test_killed_training_process_leaves_no_process(folder):
+    train_and_wait("cifar10_ddp", *flags_of(folder, 2, epochs=100),
+                   setup=lambda *_: signal_after(5, signal.SIGKILL))
 
 
 def test_loader_that_cannot_hand_over_a_batch_ends_the_run(folder, tmp_path):
@@ -115,17 +127,16 @@ def test_loader_that_cannot_hand_over_a_batch_ends_the_run(folder, tmp_path):
         tempfile.tempdir = str(tmp_path / ("x" * 80))  # as TMPDIR does
         os.mkdir(tempfile.tempdir)
 
-    end = run("cifar10_ddp", tmp_path, *flags_of(folder, 2), "--timeout", 5, prepare=set_long_path)
+    end = train_and_wait("cifar10_ddp", *flags_of(folder, 2, "--timeout", 5), setup=set_long_path)
     assert "timed out after 5 seconds" in end.text, (
         f"with a long TMPDIR, the run must end with an error after --timeout 5\n{end.text}")
-    assert not end.left, f"20 s after the end, the processes {end.left} are left\n{end.text}"
 
 
 def test_start_method_spawn(folder, tmp_path):
     """That of macOS. It and Python 3.14's forkserver pickle what they give to loader processes."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py",
                      ('instead of "mp.set_start_method"', 'mp.set_start_method("spawn")'))
-    with start(copy, *TINY, *flags_of(folder, 1)) as job:
+    with start(copy, *flags_of(folder, 1)) as job:
         result = job.finish()
         wait_until_gone(job, "start method spawn")
     assert result.status == 0, f"start method spawn: status {result.status}\n{result.text}"

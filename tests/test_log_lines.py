@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from functions import stop, watch
-from recorder import output_of, record_small_model
+from functions import finish, stop, watch
+from recorder import record_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
 
 RESUMED = 7
@@ -96,7 +96,7 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 32, "--log-every", 4,
              "--save-every", 0.1, "--checkpoint", path]
     stop(script, *flags, nproc=2, after=RESUMED, setup=with_clock)
-    ranks, text = output_of(script, *flags, nproc=2, setup=with_slow_start)
+    ranks, _, _, text = finish(script, *flags, nproc=2, setup=with_slow_start)
     unit = "samples" if script == "cpu_ddp" else "images"
     has_test_set = SCRIPTS[script].has_test_set
     lines = [HEADERS[script]]
@@ -126,8 +126,8 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     ("synthetic_ddp", 2, "16 samples")])
 def test_each_line_of_a_script_without_checkpoints(script, nproc, speed):
     """Speed: in steps of 2 seconds."""
-    ranks, text = output_of(script, *flags_of(script), "--batch-size", 32 // nproc, nproc=nproc,
-                            setup=with_clock)
+    ranks, _, _, text = finish(script, *flags_of(script), "--batch-size", 32 // nproc, nproc=nproc,
+                               setup=with_clock)
     steps = len(ranks[0].steps) // 5
     lines = [HEADERS[script]]
     for epoch in range(5):
@@ -152,7 +152,7 @@ def test_synthetic_ddp_measures_a_model():
             perf_counter=lambda: sum(seconds[:len(gradients)]), sleep=time.sleep)
         return gradients
 
-    (one, other), text = output_of(
+    (one, other), _, _, text = finish(
         "synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2,
         "--steps", 1, nproc=2, setup=setup)
     assert one[-2] == other[-2], f"the step with exchange has other gradients on rank 1: {one[-2]}"

@@ -60,7 +60,7 @@ def test_a_copy_for_masks_and_weights_is_resumed_bit_for_bit_on_2_processes(tmp_
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", ("", MASKS))
     flags = ["--fake-data", "--batch-size", 2, "--workers", 0, "--epochs", 2, "--lr", 0.01,
              "--checkpoint"]
-    ranks = finish(copy, *flags, tmp_path / "whole", nproc=2, setup=Recorder)
+    ranks = finish(copy, *flags, tmp_path / "whole", nproc=2, setup=Recorder).results
     stop(copy, *flags, tmp_path / "resumed", nproc=2, after=15)
     finish(copy, *flags, tmp_path / "resumed", nproc=2)
     assert_equal(tmp_path / "whole", tmp_path / "resumed")
@@ -83,6 +83,6 @@ def test_loss_and_metric_need_not_be_detached(script):
         return graphs
 
     (graphs,) = finish(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1,
-                       *SCRIPTS[script].no_children, nproc=1, setup=setup)
+                       *SCRIPTS[script].no_children, setup=setup).results
     assert graphs == 2 * [[False, False]], (
         f"sums of loss and metric that are not detached keep the graphs of all steps: {graphs}")

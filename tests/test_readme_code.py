@@ -19,7 +19,7 @@ from copies import make_copy
 from functions import finish, load_script
 from image_folder import write_images
 from processes import clean_environment
-from recorder import Recorder, output_of, record_small_model
+from recorder import Recorder, record_small_model
 from scripts import ROOT, SCRIPTS
 
 TESTED = {
@@ -66,14 +66,14 @@ def test_own_tensors_are_learned(copy):
     for name, count in (("train.pt", 1024), ("test.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
         torch.save((inputs, inputs[:, :3].argmax(1)), name)
-    _, text = output_of(copy, "--batch-size", 16, "--lr", 0.01, "--epochs", 3, nproc=2)
+    text = finish(copy, "--batch-size", 16, "--lr", 0.01, "--epochs", 3, nproc=2).text
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
     assert accuracy > 0.8, f"the copy of the page does not learn its tensors:\n{text}"
 
 
 @pytest.mark.parametrize("copy", ["clipping"], indirect=True)
 def test_clipping_limits_the_norm_of_the_averaged_gradients(copy):
-    ranks = finish(copy, *FLAGS, 1, nproc=2, setup=Recorder)
+    ranks = finish(copy, *FLAGS, 1, nproc=2, setup=Recorder).results
     norms = [gradient.norm().item() for recorder in ranks for gradient in recorder.gradients]
     assert max(norms) == pytest.approx(1.0, abs=0.01), f"clipped to 1.0, gradients are of {norms}"
 
@@ -104,7 +104,7 @@ def test_the_best_weights_are_those_of_the_best_epoch(copy):
         module.evaluate = evaluate
         return states
 
-    ranks = finish(copy, *FLAGS, 3, nproc=2, setup=setup)
+    ranks = finish(copy, *FLAGS, 3, nproc=2, setup=setup).results
     best = torch.load("best.pt")
     assert best["accuracy"] == 0.9, f"the best of 0.5, 0.9, 0.7 is not {best['accuracy']}"
     assert_equal(dict(best["model"]), ranks[0][1], "best.pt")
@@ -112,7 +112,7 @@ def test_the_best_weights_are_those_of_the_best_epoch(copy):
 
 @pytest.mark.parametrize("copy", ["F1"], indirect=True)
 def test_f1_is_that_of_the_test_images_of_all_ranks(copy):
-    ranks, text = output_of(copy, *FLAGS, 2, nproc=3, setup=record_small_model)
+    ranks, _, _, text = finish(copy, *FLAGS, 2, nproc=3, setup=record_small_model)
     expected = []
     for evaluations in zip(*(recorder.evaluations for recorder in ranks)):
         parts = sum(evaluations, [])
@@ -135,7 +135,7 @@ def test_tensorboard_gets_the_accuracies_that_rank_0_logs(copy, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", argparse.Namespace(
         SummaryWriter=lambda folder: argparse.Namespace(add_scalar=add_scalar)))
-    _, text = output_of(copy, *FLAGS, 2, nproc=2)
+    text = finish(copy, *FLAGS, 2, nproc=2).text
     written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
     assert written == re.findall(TEST_LINE, text), (
         f"TensorBoard gets other values than those of the test lines:\n{text}")
@@ -161,7 +161,7 @@ def test_the_weights_classify_as_in_the_run(tmp_path, monkeypatch):
     flags = ("--image-folder", "DIR", "--model", "shufflenet_v2_x0_5", "--image-size", 48,
              "--lr", 2, "--batch-size", 4, "--epochs", 4, "--workers", 0,
              "--checkpoint", "images.pt")
-    _, text = output_of("cifar10_ddp", *flags, nproc=2)
+    text = finish("cifar10_ddp", *flags, nproc=2).text
     expected = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", text)[-1]
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
     ((_, code),) = edits("cifar10_ddp", "use the weights")

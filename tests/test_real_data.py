@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from functions import load_script
-from recorder import output_of
+from functions import finish, load_script
 from torchvision.datasets import CIFAR10
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -28,8 +27,8 @@ def test_fashion_mnist(tmp_path):
         module.load_data = lambda args, train_set: [
             tensor[:4000 if train_set else 1000] for tensor in load_data(args, train_set)]
 
-    _, text = output_of("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1,
-                        "--batch-size", 16, nproc=2, setup=first_images)
+    text = finish("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 16,
+                  nproc=2, setup=first_images).text
     accuracy = float(re.search(r"test loss [\d.]+  accuracy ([\d.]+)", text)[1])
     assert accuracy > 0.7, f"real images are not learned:\n{text}"
 

@@ -16,8 +16,7 @@ def run_once(script, path, *flags, nproc=1):
     details = SCRIPTS.get(script, SCRIPTS["fashionmnist_ddp"])  # or a copy of it
     flags = [details.data_flag, 16, "--batch-size", 8, "--epochs", 1, "--seed", 3,
              "--checkpoint", path, *details.no_children, *flags]
-    ranks = train(script, *flags, nproc=nproc, setup=use_small_model)
-    return [code for _, code, _ in ranks]
+    return train(script, *flags, nproc=nproc, setup=use_small_model).statuses
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)

@@ -1,6 +1,5 @@
 """A run that is stopped by a signal saves, and the same command ends with the same weights."""
 
-import contextlib
 import errno
 import os
 import re
@@ -8,7 +7,6 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from typing import NamedTuple
 
 import pytest
 from checkpoints import assert_equal, load_checkpoint
@@ -16,28 +14,17 @@ from functions import at_step, finish, load_script, signal_after, train, watch
 from processes import START, start, wait_until_gone
 from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 MORE_FLAGS = {"cifar10_ddp": ("--model", "mnasnet0_5", "--image-size", 32)}  # BatchNorm, dropout
 
 
-class Life(NamedTuple):
-    """What was seen of two processes from one start of a script to their end."""
-    statuses: list  # the exit status of each rank, or what sys.exit has printed
-    ends: list      # the time at which each rank ended
-    steps: list     # how many steps each rank has computed
-    saved: int      # the step of the checkpoint
-    save_time: float  # when it was complete
-    text: str       # stdout of all ranks
-
-
 def live(script, checkpoint, at_start=lambda rank: None, check_every=1):
-    """Train two processes for three epochs of six steps, after at_start(rank)."""
-    output = checkpoint.parent / f"{time.monotonic()}.txt"
+    """Train two processes for three epochs of six steps, after at_start(rank).
 
+    Return their End, with their numbers of steps, and the step and the time of the checkpoint.
+    """
     def setup(module, rank):
         steps = []
-        sys.stdout = open(output, "a", buffering=1)
         module.CHECK_EVERY = check_every or module.CHECK_EVERY
         if rank == 1:
             sys.argv[-1] += "-of-rank-1"  # the checkpoint: that of rank 0 is used
@@ -45,28 +32,26 @@ def live(script, checkpoint, at_start=lambda rank: None, check_every=1):
         at_step(steps.append)
         return steps
 
-    ranks = train(script, SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()),
-                  *SCRIPTS[script].no_children, "--batch-size", 6, "--epochs", 3,
-                  "--log-every", 3600, "--checkpoint", checkpoint, nproc=2, setup=setup)
-    steps, statuses, ends = zip(*ranks)
-    return Life(list(statuses), ends, [len(rank) for rank in steps],
-                load_checkpoint(checkpoint)["step"], checkpoint.stat().st_ctime, output.read_text())
+    end = train(script, SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()),
+                *SCRIPTS[script].no_children, "--batch-size", 6, "--epochs", 3,
+                "--log-every", 3600, "--checkpoint", checkpoint, nproc=2, setup=setup)
+    return Namespace(**end._asdict(), steps=[len(steps) for steps in end.results],
+                     saved=load_checkpoint(checkpoint)["step"],
+                     save_time=checkpoint.stat().st_ctime)
 
 
 # --- one run in five lives: SIGINT, SIGTERM, SIGHUP, SIGKILL, and to its end ---
-class ClosedTerminal:
-    def write(self, text):
-        raise OSError(errno.EIO, "the terminal is closed")
-
-
 @pytest.fixture(scope="module", params=CHECKPOINT_SCRIPTS)
 def disturbed(request, tmp_path_factory):
-    """Return script, {what ended a life of its run: Life}, its checkpoint, an undisturbed one."""
+    """Return script, {what ended a life of its run: it}, its checkpoint, an undisturbed one."""
     script = request.param
     folder = tmp_path_factory.mktemp(script)
     checkpoint = folder / "run.pt"
     lives = {}
     live(script, folder / "undisturbed.pt")
+
+    def fail_to_write(text):
+        raise OSError(errno.EIO, "the terminal is closed")
 
     def interrupt_with_slow_disk(rank):
         os.fsync = lambda descriptor: time.sleep(1)
@@ -79,7 +64,7 @@ def disturbed(request, tmp_path_factory):
 
     def hang_up(rank):
         def close_terminal(count):
-            sys.stdout = ClosedTerminal()
+            sys.stdout = Namespace(write=fail_to_write)
 
         if rank == 0:
             at_step(close_terminal)
@@ -93,8 +78,7 @@ def disturbed(request, tmp_path_factory):
     lives["SIGINT"] = live(script, checkpoint, interrupt_with_slow_disk, check_every=None)
     lives["SIGTERM"] = live(script, checkpoint, terminate_in_the_last_step_of_an_epoch)
     lives["SIGHUP"] = live(script, checkpoint, hang_up)
-    with contextlib.suppress(ProcessExitedException):
-        live(script, checkpoint, lambda rank: signal_after(3, signal.SIGKILL))
+    live(script, checkpoint, lambda rank: signal_after(3, signal.SIGKILL))
     lives["end"] = live(script, checkpoint, hang_up_with_nohup)
     lives["again"] = live(script, checkpoint)
     return Namespace(script=script, lives=lives, checkpoint=checkpoint,
@@ -127,7 +111,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step_which_is_saved(di
 def test_all_processes_wait_until_rank_0_has_saved(disturbed):
     """A launcher ends the others when one process exits. Here, saving takes a second longer."""
     life = disturbed.lives["SIGINT"]
-    early = life.save_time - min(life.ends)
+    early = life.save_time - min(life.times)
     assert early <= 0, (
         f"{disturbed.script}: a process exited {early:.2f} s before rank 0 had saved")
 
@@ -137,7 +121,7 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(disturbed):
     line = f"epoch {life.saved // 6}/3  test loss"
     assert life.saved % 6 == 0, f"SIGTERM came before the last step of an epoch: {life.saved}"
     assert line not in life.text, f"it was stopped before its evaluation\n{life.text}"
-    # ClosedTerminal prints nothing after the first step of this life
+    # Nothing is printed after the first step of this life
     resumed = disturbed.lives["SIGHUP"].text
     assert resumed.count(line) == SCRIPTS[disturbed.script].has_test_set, (
         f"{disturbed.script} resumed at the end of an epoch must evaluate again\n{resumed}")
@@ -171,9 +155,9 @@ def test_all_ranks_use_the_flags_of_rank_0(script):
             sys.argv += flags_of_rank_1 if rank == 1 else ()
             return record_small_model(module, rank)
 
-        ranks = finish(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8, "--epochs", 2,
-                       "--lr", 0.01, *SCRIPTS[script].no_children, nproc=2, setup=setup)
-        return [recorder.gradients for recorder in ranks]
+        end = finish(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8, "--epochs", 2,
+                     "--lr", 0.01, *SCRIPTS[script].no_children, nproc=2, setup=setup)
+        return [recorder.gradients for recorder in end.results]
 
     assert_equal(gradients("--lr", "0.5", "--seed", "7", "--epochs", "1"), gradients(),
                  f"{script}, whose rank 1 was given other flags: the gradients [rank][step]")
@@ -213,9 +197,10 @@ def test_a_process_that_hangs_ends_the_others_within_timeout():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for the end of the test
         time.sleep(1000)
 
-    with pytest.raises(ProcessRaisedException):
-        train("cpu_ddp", "--epochs", 100000, "--timeout", 5, nproc=2,
-              setup=lambda module, rank: rank == 0 and at_step(hang))
+    end = train("cpu_ddp", "--epochs", 100000, "--timeout", 5, nproc=2,
+                setup=lambda module, rank: rank == 0 and at_step(hang))
+    assert "Process 1 terminated" in end.text, (
+        f"rank 0 hangs: rank 1 must end with an error after --timeout 5\n{end.text}")
 
 
 # --- mp.spawn: python train.py --nproc 2 ---
