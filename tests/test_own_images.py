@@ -5,12 +5,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from functions import load_script, train, watch
-from image_folder import TINY, part_and_label, print_to, run, write_images
+from functions import finish, load_script, train, watch
+from image_folder import TINY, part_and_label, write_images
 from PIL import Image
 from torchvision import models
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -27,41 +28,37 @@ def folder(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("images"))
 
 
-def test_trains_and_tests_on_the_images_of_the_folder(folder, tmp_path):
+def flags_of(folder, batch_size, epochs):
+    return (*TINY, "--image-folder", folder, "--batch-size", batch_size, "--epochs", epochs,
+            "--workers", 0)
+
+
+def test_trains_and_tests_on_the_images_of_the_folder(folder):
     """Two epochs on two processes, by what the model is given."""
-    def prepare(module, rank):
-        def see(model, images, labels):
-            with open(tmp_path / "seen", "a") as file:
-                for image, label in zip(images, labels):
-                    print(model.training, *part_and_label(image), label.item(), file=file)
+    def see(module, rank):
+        seen = Counter()
+        watch(module, "loss_and_correct", lambda model, images, labels: seen.update(
+            (model.training, *part_and_label(image), label.item())
+            for image, label in zip(images, labels)))
+        return seen
 
-        watch(module, "loss_and_correct", see)
-
-    end = run("cifar10_ddp", tmp_path, "--image-folder", folder, "--epochs", 2, "--batch-size", 2,
-              "--workers", 0, nproc=2, prepare=prepare)
-    assert end.statuses == [0, 0], end.text
-    seen = (tmp_path / "seen").read_text().splitlines()
-    counts = {"True train 0 0": 12, "True train 1 1": 12, "False val 0 0": 6, "False val 1 1": 4}
-    found = {line: seen.count(line) for line in seen}
-    assert found == counts, (
+    seen = sum(finish("cifar10_ddp", *flags_of(folder, 2, 2), nproc=2, setup=see).results, Counter())
+    expected = {(True, "train", 0, 0): 12, (True, "train", 1, 1): 12,
+                (False, "val", 0, 0): 6, (False, "val", 1, 1): 4}
+    assert seen == expected, (
         "each epoch trains on each image of DIR/train and tests on each of DIR/val: the counts of "
-        f"(training, the image's part and class, label) must be {counts}, not {found}")
+        f"(training, the image's part and class, label) must be {expected}, not {seen}")
 
 
 @pytest.mark.parametrize("name, flags", [
     ("cifar10_ddp", ("--workers", 1, *TINY)), ("fashionmnist_ddp", ())])
-def test_fewer_test_samples_than_processes(name, flags, tmp_path):
+def test_fewer_test_samples_than_processes(name, flags):
     """There are two. One process accumulates the gradients of the same parts."""
-    lines = {}
-    for nproc in (1, 4):
-        log = tmp_path / str(nproc)
-        ranks = train(name, "--fake-data", 8, *flags, "--epochs", 2, "--batch-size", 2,
-                      "--global-batch", 8, nproc=nproc, setup=lambda module, rank: print_to(log))
-        assert [code for _, code, _ in ranks] == [0] * nproc, log.read_text()
-        lines[nproc] = [float(number) for number in
-                        re.findall(r"test loss (\S+)  accuracy (\S+)", log.read_text())[-1]]
-    assert lines[4] == pytest.approx(lines[1], abs=2e-4), (
-        f"{name}: test loss and accuracy of 2 samples on 4 processes and on one differ: {lines}")
+    flags = ("--fake-data", 8, *flags, "--epochs", 2, "--batch-size", 2, "--global-batch", 8)
+    texts = [finish(name, *flags, nproc=nproc).text for nproc in (1, 4)]
+    one, four = (re.findall(r"test loss (\S+)  accuracy (\S+)", text)[-1] for text in texts)
+    assert list(map(float, four)) == pytest.approx(list(map(float, one)), abs=2e-4), (
+        f"{name}: test loss and accuracy of 2 samples are {one}, but on 4 processes {four}")
 
 
 # --- folders that cannot be meant ---
@@ -115,14 +112,13 @@ def test_all_ranks_use_the_files_of_rank_0(folder, tmp_path):
     for part in ("train", "val"):
         (other / part / "cat").rename(other / part / "apple")
 
-    def prepare(module, rank):
+    def use_other_disk(module, rank):
         if rank == 1:  # as if the folder were on another disk
             scandir, open_image = os.scandir, Image.open
             os.scandir = lambda path: scandir(str(path).replace(str(folder), str(other)))
             Image.open = lambda path: open_image(path.replace(str(folder), str(other)))
 
-    end = run("cifar10_ddp", tmp_path, "--image-folder", folder, "--epochs", 1, "--batch-size", 2,
-              "--workers", 0, nproc=2, prepare=prepare)
+    end = train("cifar10_ddp", *flags_of(folder, 2, 1), nproc=2, setup=use_other_disk)
     assert re.search(f"cannot read the image {folder}/train/cat/.*No such file", end.text), (
         f"a file that a machine lacks ends the run with an error that names it\n{end.text}")
 
@@ -141,10 +137,6 @@ def picture_in(mode):
     if mode.startswith("I"):
         deep = grey.convert("I").point(lambda level: level * 257)
         return deep if mode == "I" else deep.convert(mode), grey
-    if mode == "P with transparency":
-        image = rgb.quantize(64)
-        image.info["transparency"] = bytes(range(64))
-        return image, image.convert("RGB")
     image = rgb.quantize(64) if mode == "P" else rgb.convert(mode)
     return image, grey if mode in ("L", "LA", "F") else image.convert("RGB")
 
@@ -158,10 +150,9 @@ def difference(path, picture, script):
 KINDS = [(mode, suffix) for suffix, modes in {
     "png": "1 L LA P RGB RGBA I;16 I;16B", "tif": "1 L LA P RGB RGBA CMYK YCbCr I;16 I;16B",
     "bmp": "1 L P RGB", "ppm": "1 L RGB I", "pgm": "L I;16", "jpg": "L RGB CMYK",
-}.items() for mode in modes.split()] + [("P with transparency", "png")]
+}.items() for mode in modes.split()]
 
 
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("mode, suffix", KINDS)
 def test_image_is_read_as_its_picture_of_8_bits(script, tmp_path, mode, suffix):
     image, picture = picture_in(mode)
@@ -188,15 +179,19 @@ def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
         f"the error must name the file: {end.value}")
 
 
-def test_photograph_is_upright(script, tmp_path):
+@pytest.mark.parametrize("orientation, turned", [
+    (2, "FLIP_LEFT_RIGHT"), (3, "ROTATE_180"), (4, "FLIP_TOP_BOTTOM"), (5, "TRANSPOSE"),
+    (6, "ROTATE_90"), (7, "TRANSVERSE"), (8, "ROTATE_270")])
+def test_photograph_is_upright(script, tmp_path, orientation, turned):
     """A camera that was turned writes what EXIF says how to turn back."""
     picture = gradient().crop((0, 0, 48, 64))
     exif = Image.Exif()
-    exif[0x0112] = 6
+    exif[0x0112] = orientation
     path = tmp_path / "image.jpg"
-    picture.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif, quality=100, subsampling=0)
+    turned_picture = picture.transpose(Image.Transpose[turned])
+    turned_picture.save(path, exif=exif, quality=100, subsampling=0)
     found = difference(path, picture, script)
-    assert found <= 4, f"a file with an EXIF orientation differs by {found} levels"
+    assert found <= 4, f"a file with EXIF orientation {orientation} differs by {found} levels"
 
 
 # --- pretrained weights ---
@@ -208,29 +203,23 @@ def test_ranks_start_from_pretrained_weights_and_a_resume_needs_no_file(folder, 
     weights = models.get_model("squeezenet1_1").state_dict()
     torch.save(weights, file)
 
-    def prepare(module, rank):
+    def see(module, rank):
         os.environ["TORCH_HOME"] = str(tmp_path)
+        states = []
+        watch(module, "loss_and_correct", lambda model, *_: states.append(
+            {name: value.clone() for name, value in model.state_dict().items()}))
+        return states
 
-        def see(model, *_):
-            start = tmp_path / f"start{rank}"
-            if not start.exists():
-                torch.save(model.module.state_dict(), start)
-
-        watch(module, "loss_and_correct", see)
-
-    for epochs in (1, 2):
-        end = run("cifar10_ddp", tmp_path, "--image-folder", folder, "--pretrained", "--workers", 0,
-                  "--batch-size", 6, "--epochs", epochs, "--checkpoint", tmp_path / "run.pt",
-                  nproc=2, prepare=prepare)
-        assert end.statuses == [0, 0], (
-            f"training {epochs} epochs: a resume with --pretrained needs no file\n{end.text}")
-        file.unlink(missing_ok=True)
-    for rank in (0, 1):
-        start = torch.load(tmp_path / f"start{rank}")
-        different = [name for name in weights if not torch.equal(start[name], weights[name])]
+    flags = ("--pretrained", "--checkpoint", tmp_path / "run.pt")
+    ranks = finish("cifar10_ddp", *flags_of(folder, 6, 1), *flags, nproc=2, setup=see).results
+    for rank, (start, *_) in enumerate(ranks):
+        different = [name for name in weights
+                     if not torch.equal(start[f"module.{name}"], weights[name])]
         assert different == ["classifier.1.weight", "classifier.1.bias"], (
             "with --pretrained, all layers but the last start from torchvision's weights, but on "
             f"rank {rank}, these differ: {different}")
+    file.unlink()
+    finish("cifar10_ddp", *flags_of(folder, 6, 2), *flags, nproc=2, setup=see)
 
 
 def test_layers_whose_shape_depends_on_the_image_size_are_loaded(script, capsys):
