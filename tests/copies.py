@@ -1,4 +1,4 @@
-"""Copies of a script, made as a user makes them: functions and lines are replaced or added."""
+"""Copies of a script, edited as a user edits them."""
 
 import ast
 import re
@@ -12,18 +12,18 @@ def make_copy(script, path, *edits):
     """Write an edited copy of a script to path, and return path.
 
     An edit is a pair (place, code). place is 'before "TEXT"', 'after "TEXT"' or 'instead of
-    "TEXT"', of the only statement with a line that has TEXT. Without a place, code holds
-    definitions, each of which replaces that of the same name, or is added above the flags.
+    "TEXT"', of the only statement with a line that has TEXT. Without a place, code stands above
+    train(), where its definitions replace those of the same name.
     """
     text = script_path(script).read_text()
     for place, code in edits:
         code = textwrap.dedent(code).strip("\n") + "\n"
-        text = edit_statement(text, place, code) if place else edit_definitions(text, code)
+        text = edit(text, place or 'before "def train(args):"', code)
     Path(path).write_text(text)
     return path
 
 
-def edit_statement(text, place, code):
+def edit(text, place, code):
     how, words = re.fullmatch(r'(before|after|instead of) "(.*)"', place).groups()
     lines = text.splitlines(keepends=True)
     numbers = [number for number, line in enumerate(lines, 1) if words in line]
@@ -36,26 +36,3 @@ def edit_statement(text, place, code):
                 "instead of": slice(first, last)}
     lines[replaced[how]] = textwrap.indent(code, node.col_offset * " ")
     return "".join(lines)
-
-
-def edit_definitions(text, code):
-    for name, new in definitions(code).items():
-        old = definitions(text).get(name)
-        if old is None:
-            old, new = "# ---- Flags", f"{new}\n\n# ---- Flags"
-        text = text.replace(old, new)
-    return text
-
-
-def definitions(text):
-    """Return the statements at the top level: {name of a function, class or constant: text}."""
-    lines = text.splitlines(keepends=True)
-    found = {}
-    for node in ast.parse(text).body:
-        name = getattr(node, "name", None)
-        if isinstance(node, ast.Assign):
-            name = node.targets[0].id
-        first = min([node, *getattr(node, "decorator_list", [])], key=lambda part: part.lineno)
-        code = "".join(lines[first.lineno - 1:node.end_lineno])
-        found[name or code] = code
-    return found

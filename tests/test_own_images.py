@@ -5,13 +5,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from functions import finish, load_script, train, watch
-from image_folder import TINY, part_and_label, write_images
+from image_folder import TINY, write_images
 from PIL import Image
 from torchvision import models
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -24,30 +23,12 @@ def script():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Twelve images to train on, and five to test on: an odd number for two processes."""
     return write_images(tmp_path_factory.mktemp("images"))
 
 
 def flags_of(folder, batch_size, epochs):
     return (*TINY, "--image-folder", folder, "--batch-size", batch_size, "--epochs", epochs,
             "--workers", 0)
-
-
-def test_trains_and_tests_on_the_images_of_the_folder(folder):
-    """Two epochs on two processes, by what the model is given."""
-    def see(module, rank):
-        seen = Counter()
-        watch(module, "loss_and_correct", lambda model, images, labels: seen.update(
-            (model.training, *part_and_label(image), label.item())
-            for image, label in zip(images, labels)))
-        return seen
-
-    seen = sum(finish("cifar10_ddp", *flags_of(folder, 2, 2), nproc=2, setup=see).results, Counter())
-    expected = {(True, "train", 0, 0): 12, (True, "train", 1, 1): 12,
-                (False, "val", 0, 0): 6, (False, "val", 1, 1): 4}
-    assert seen == expected, (
-        "each epoch trains on each image of DIR/train and tests on each of DIR/val: the counts of "
-        f"(training, the image's part and class, label) must be {expected}, not {seen}")
 
 
 @pytest.mark.parametrize("name, flags", [
@@ -65,8 +46,6 @@ def test_fewer_test_samples_than_processes(name, flags):
 MISTAKES = {  # what is done to a folder, and what the error line names
     "no val": ("rm -r val", "/images/val"),
     "other classes": ("mv val/dog val/wolf", "different classes: dog, wolf"),
-    "many differences": ("for n in {10..39}; do cp -r train/cat train/class$n; done",
-                         "class18, class19"),
     "empty class": ("rm val/cat/*", "classes cat[.]"),
     "one level too many": ("mkdir up; mv train val up; mkdir train val; "
                            "mv up/train train/images; mv up/val val/images",

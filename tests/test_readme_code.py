@@ -53,45 +53,44 @@ def test_each_block_of_code_is_tested(folder):
     assert not unmarked, f"{unmarked} Python blocks of {page} have no <!-- test: NAME --> above"
 
 
-@pytest.fixture
-def copy(request, tmp_path, monkeypatch):
-    """A copy of fashionmnist_ddp with the page's edits of that name, in an empty folder."""
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return make_copy("fashionmnist_ddp", tmp_path / "my.py",
-                     *edits("fashionmnist_ddp", request.param))
 
 
-@pytest.mark.parametrize("copy", ["own tensors"], indirect=True)
-def test_own_tensors_are_learned(copy):
+def finish_copy(name, *flags, **how):
+    """Train with a copy of fashionmnist_ddp that has the page's edits of this name."""
+    copy = make_copy("fashionmnist_ddp", "my.py", *edits("fashionmnist_ddp", name))
+    return finish(copy, *flags, **how)
+
+
+def test_own_tensors_are_learned():
     for name, count in (("train.pt", 1024), ("test.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
         torch.save((inputs, inputs[:, :3].argmax(1)), name)
-    text = finish(copy, "--batch-size", 16, "--lr", 0.01, "--epochs", 3, nproc=2).text
+    text = finish_copy("own tensors", "--batch-size", 16, "--lr", 0.01, "--epochs", 3, nproc=2).text
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
     assert accuracy > 0.8, f"the copy of the page does not learn its tensors:\n{text}"
 
 
-@pytest.mark.parametrize("copy", ["clipping"], indirect=True)
-def test_clipping_limits_the_norm_of_the_averaged_gradients(copy):
-    ranks = finish(copy, *FLAGS, 1, nproc=2, setup=Recorder).results
+def test_clipping_limits_the_norm_of_the_averaged_gradients():
+    ranks = finish_copy("clipping", *FLAGS, 1, nproc=2, setup=Recorder).results
     norms = [gradient.norm().item() for recorder in ranks for gradient in recorder.gradients]
     assert max(norms) == pytest.approx(1.0, abs=0.01), f"clipped to 1.0, gradients are of {norms}"
 
 
-@pytest.mark.parametrize("copy", ["compile"], indirect=True)
-def test_a_compiled_model_is_saved_under_the_names_of_the_original(copy, tmp_path):
+def test_a_compiled_model_is_saved_under_the_names_of_the_original(tmp_path):
     """Without the compiler behind torch.compile, which takes a minute and requires g++."""
     def setup(module, rank):
         torch.compile = functools.partial(torch.compile, backend="eager")  # of this process
 
-    finish(copy, *FLAGS, 1, "--checkpoint", tmp_path / "run.pt", nproc=2, setup=setup)
+    finish_copy("compile", *FLAGS, 1, "--checkpoint", tmp_path / "run.pt", nproc=2, setup=setup)
     names = list(load_checkpoint(tmp_path / "run.pt")["model"])
     original = list(load_script("fashionmnist_ddp").CNN().state_dict())
     assert names == original, f"the checkpoint of the compiled model has other names: {names}"
 
 
-@pytest.mark.parametrize("copy", ["best weights"], indirect=True)
-def test_the_best_weights_are_those_of_the_best_epoch(copy):
+def test_the_best_weights_are_those_of_the_best_epoch():
     """The accuracies of the test set are given: the second epoch of three is the best."""
     def setup(module, rank):
         accuracies = iter([0.5, 0.9, 0.7])
@@ -104,15 +103,14 @@ def test_the_best_weights_are_those_of_the_best_epoch(copy):
         module.evaluate = evaluate
         return states
 
-    ranks = finish(copy, *FLAGS, 3, nproc=2, setup=setup).results
+    ranks = finish_copy("best weights", *FLAGS, 3, nproc=2, setup=setup).results
     best = torch.load("best.pt")
     assert best["accuracy"] == 0.9, f"the best of 0.5, 0.9, 0.7 is not {best['accuracy']}"
     assert_equal(dict(best["model"]), ranks[0][1], "best.pt")
 
 
-@pytest.mark.parametrize("copy", ["F1"], indirect=True)
-def test_f1_is_that_of_the_test_images_of_all_ranks(copy):
-    ranks, _, _, text = finish(copy, *FLAGS, 2, nproc=3, setup=record_small_model)
+def test_f1_is_that_of_the_test_images_of_all_ranks():
+    ranks, _, _, text = finish_copy("F1", *FLAGS, 2, nproc=3, setup=record_small_model)
     expected = []
     for evaluations in zip(*(recorder.evaluations for recorder in ranks)):
         parts = sum(evaluations, [])
@@ -127,15 +125,14 @@ def test_f1_is_that_of_the_test_images_of_all_ranks(copy):
         f"F1 of the test images of all ranks is {expected}:\n{text}")
 
 
-@pytest.mark.parametrize("copy", ["TensorBoard"], indirect=True)
-def test_tensorboard_gets_the_accuracies_that_rank_0_logs(copy, monkeypatch):
+def test_tensorboard_gets_the_accuracies_that_rank_0_logs(monkeypatch):
     """A stand-in for the package tensorboard: its SummaryWriter prints."""
     def add_scalar(name, value, number):
         print(f"epoch {number}: {name} {value:.4f}")
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", argparse.Namespace(
         SummaryWriter=lambda folder: argparse.Namespace(add_scalar=add_scalar)))
-    text = finish(copy, *FLAGS, 2, nproc=2).text
+    text = finish_copy("TensorBoard", *FLAGS, 2, nproc=2).text
     written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
     assert written == re.findall(TEST_LINE, text), (
         f"TensorBoard gets other values than those of the test lines:\n{text}")
