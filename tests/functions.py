@@ -57,20 +57,15 @@ def fork(nproc, function):
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(nproc)]
 
 
-def no_setup(module, rank):
-    """Change nothing: for train()."""
-
-
 class End(NamedTuple):
-    """What processes have done, by rank. No ranks: one of them was killed, or has raised an error.
-    """
+    """The end of each rank. Lists are empty if one was killed, has raised an error, or hangs."""
     results: list  # what setup has returned
     statuses: list  # the argument of sys.exit, or 0
     times: list
-    text: str  # what all of them have printed, and the error
+    text: str  # what all ranks have printed, and the error
 
 
-def train(script, *flags, nproc=1, setup=no_setup):
+def train(script, *flags, nproc=1, setup=lambda module, rank: None):
     """Run a script's main() in forked processes, after setup(module, rank). Return their End."""
     module = load_script(script)
     main = getattr(module, "main", lambda: module.train(module.parse_args()))
@@ -95,15 +90,15 @@ def train(script, *flags, nproc=1, setup=no_setup):
         return End(*of_ranks, log.read() + error)
 
 
-def finish(script, *flags, nproc=1, setup=no_setup):
+def finish(script, *flags, nproc=1, **options):
     """Train to the end, as train() does."""
-    end = train(script, *flags, nproc=nproc, setup=setup)
+    end = train(script, *flags, nproc=nproc, **options)
     assert end.statuses == nproc * [0], (
         f"{script} {flags} must end well on {nproc} processes, not with {end.statuses}\n{end.text}")
     return end
 
 
-def stop(script, *flags, nproc, after, setup=no_setup):
+def stop(script, *flags, nproc, after, setup=lambda module, rank: None):
     """Train until a signal stops the run after this step. The last flag is the checkpoint."""
     def setup_and_stop(module, rank):
         setup(module, rank)

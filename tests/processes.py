@@ -62,10 +62,9 @@ class Job:
     def __init__(self, command, env, cwd):
         self.token = uuid.uuid4().hex
         self.log = tempfile.NamedTemporaryFile()
-        output = open(self.log.name, "ab")
         self.launcher = subprocess.Popen(
             [str(word) for word in command], env={**env, "TEST_JOB": self.token}, cwd=cwd,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+            stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True)
 
     @property
     def text(self):
@@ -85,8 +84,7 @@ class Job:
         found = []
         for pid in set(self.pids()) - {self.launcher.pid}:
             with contextlib.suppress(OSError):  # it has ended
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"spawn_main" in command or b".py\0" in command:
+                if re.search(rb"spawn_main|\.py\0", Path(f"/proc/{pid}/cmdline").read_bytes()):
                     found.append(pid)
         return found
 

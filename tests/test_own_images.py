@@ -142,16 +142,12 @@ def test_image_is_read_as_its_picture_of_8_bits(script, tmp_path, mode, suffix):
     assert found <= limit, f"{mode} in a {suffix} file differs from its picture by {found} levels"
 
 
-UNREADABLE = {
-    "I.tif": lambda path: picture_in("I")[0].save(path),
-    "F.tif": lambda path: picture_in("F")[0].save(path),
-    "text.png": lambda path: path.write_text("no image"),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("name", ["I.tif", "F.tif", "text.png"])
 def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
-    UNREADABLE[name](tmp_path / name)
+    if name == "text.png":
+        (tmp_path / name).write_text("no image")
+    else:
+        picture_in(name[0])[0].save(tmp_path / name)
     with pytest.raises(RuntimeError) as end:
         script.read_image(tmp_path / name)
     assert f"cannot read the image {tmp_path / name}: " in str(end.value), (
@@ -195,8 +191,7 @@ def test_ranks_start_from_pretrained_weights_and_a_resume_needs_no_file(folder, 
         different = [name for name in weights
                      if not torch.equal(start[f"module.{name}"], weights[name])]
         assert different == ["classifier.1.weight", "classifier.1.bias"], (
-            "with --pretrained, all layers but the last start from torchvision's weights, but on "
-            f"rank {rank}, these differ: {different}")
+            f"--pretrained on rank {rank}: layers that do not have these weights: {different}")
     file.unlink()
     finish("cifar10_ddp", *flags_of(folder, 6, 2), *flags, nproc=2, setup=see)
 

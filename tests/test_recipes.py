@@ -23,8 +23,8 @@ def test_each_parameter_group_has_its_peak_rate_times_the_factor(script):
     for number, peak in zip(range(len(recorder.rates[0])), (1e-3, 2e-5)):
         factors = [rates[number] / peak for rates in recorder.rates[::3]]
         assert factors == pytest.approx(expected), (
-            f"{script}: the learning rate of parameter group {number}, as factors of its peak in "
-            f"steps 1, 4, 7 and 10 of 12, must be {expected}, not {factors}")
+            f"{script}: in steps 1, 4, 7 and 10 of 12, the learning rate of parameter group "
+            f"{number} must be its peak times {expected}, not {factors}")
 
 
 def test_the_optimizer_of_cifar10():

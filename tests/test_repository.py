@@ -33,8 +33,7 @@ def test_the_top_level():
     names = {name for name in names if not name.startswith(".")}
     expected = {*SCRIPTS, "slurm", "containers", "tests", "README.md"}
     assert names == expected, (
-        f"at the top are {sorted(names - expected)} too many, {sorted(expected - names)} missing: "
-        "a new script is added in tests/scripts.py")
+        f"at the top are {sorted(names - expected)} too many, {sorted(expected - names)} missing")
 
 
 # ---- shared functions ----
@@ -48,8 +47,7 @@ def test_functions_of_the_same_name_are_equal():
             if text != other_text:
                 different.append(f"{name}() of {script} and of {other}")
     assert not different, (
-        "functions of the same name differ: copy them from the script that is right by python "
-        "tests/copy_functions.py SCRIPT\n" + "\n".join(different))
+        f"functions of the same name differ, see tests/copy_functions.py: {', '.join(different)}")
 
 
 # ---- Python files ----

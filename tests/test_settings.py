@@ -49,8 +49,7 @@ def test_the_settings_and_the_global_batch_of_the_first_start_stay(script, tmp_p
     checkpoint = load_checkpoint(path)
     found = checkpoint["settings"]["global_batch"], checkpoint["step"]
     assert found == (8, 6), (
-        f"{script}: 3 epochs of 16 samples have 6 steps of the first start's global batch of 8, "
-        f"also on two processes; global batch and step are {found}")
+        f"{script}: 3 epochs of 16 samples are 6 steps of 8, not (global batch, step) {found}")
 
 
 def test_a_new_flag_of_a_copy_is_checked_without_being_named_anywhere(tmp_path):
