@@ -15,24 +15,9 @@ from functions import at_step, finish, load_script, signal_after, train
 from image_folder import TINY, write_images
 from processes import start, wait_until_gone
 
-ROTATE = [  # edits of a copy: a transform that uses Python's random numbers
-    ("", """
-def rotate(image, label):
-    return image.rotate(random.uniform(-20, 20)), label
-"""),
-    ('instead of "v2.ToImage(), *steps"', "return v2.Compose([rotate, v2.ToImage(), *steps])"),
-]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    """A copy whose transforms use random numbers of torch and of Python."""
-    return make_copy("cifar10_ddp", tmp_path_factory.mktemp("rotate") / "train.py", *ROTATE)
 
 
 def flags_of(folder, workers, *more, nproc=1, epochs=2):
@@ -55,28 +40,28 @@ def train_and_wait(*arguments, **options):
 
 # --- the same weights ---
 @pytest.fixture(scope="module")
-def undisturbed(folder, script, tmp_path_factory):
+def undisturbed(folder, tmp_path_factory):
     """Train on two processes, without loader processes. Return the checkpoint."""
     path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
-    finish(script, *flags_of(folder, 0, "--checkpoint", path, nproc=2), nproc=2)
+    finish("cifar10_ddp", *flags_of(folder, 0, "--checkpoint", path, nproc=2), nproc=2)
     return path
 
 
-def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, script, tmp_path):
+def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, tmp_path):
     def see_processes(module, rank):
         pids = set()
         at_step(lambda step: pids.update(process.pid for process in mp.active_children()))
         return pids
 
     flags = flags_of(folder, 3, "--checkpoint", tmp_path / "run.pt", nproc=2)
-    pids = finish(script, *flags, nproc=2, setup=see_processes).results
+    pids = finish("cifar10_ddp", *flags, nproc=2, setup=see_processes).results
     assert_equal(tmp_path / "run.pt", undisturbed, "with loader processes, the checkpoint")
     counts = [len(of_rank) for of_rank in pids]
     assert counts == [3, 3], f"--workers 3: in 2 epochs, ranks start {counts} loader processes"
 
 
-def test_random_transforms_depend_on_seed_epoch_and_index(script):
-    module = load_script(script)
+def test_random_transforms_depend_on_seed_epoch_and_index():
+    module = load_script("cifar10_ddp")
     data = module.SeededData(module.parse_args(["--fake-data"]))
     data.transforms[True] = lambda image, label: [torch.rand(1).item(), random.random()]
     key = (0, 1, True, 2)
@@ -89,7 +74,7 @@ def test_random_transforms_depend_on_seed_epoch_and_index(script):
 
 # --- signals ---
 def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms(
-        undisturbed, folder, script, tmp_path):
+        undisturbed, folder, tmp_path):
     """As Slurm sends it. The loader processes ignore it: training needs them until it has saved."""
     def send_to_all(step):
         if step == 4:
@@ -97,10 +82,10 @@ def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms
                 os.kill(pid, signal.SIGTERM)
 
     flags = flags_of(folder, 2, "--checkpoint", tmp_path / "run.pt", nproc=2)
-    end = train_and_wait(script, *flags, nproc=2, setup=lambda *_: at_step(send_to_all))
+    end = train_and_wait("cifar10_ddp", *flags, nproc=2, setup=lambda *_: at_step(send_to_all))
     assert end.statuses == ["stopped by a signal after step 5", 1], (
         f"SIGTERM to training and loader processes: the run must stop and save\n{end.text}")
-    finish(script, *flags, nproc=2)
+    finish("cifar10_ddp", *flags, nproc=2)
     assert_equal(tmp_path / "run.pt", undisturbed, "stopped and resumed, the checkpoint")
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from copy_functions import shared_functions
@@ -51,42 +52,42 @@ def test_functions_of_the_same_name_are_equal():
 
 
 # ---- Python files ----
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
-def test_imports(path):
+def test_imports():
     """The standard library, torch, torchvision. Pillow where image files are read or made."""
-    allowed = sys.stdlib_module_names | {"torch", "torchvision"}
-    if path.parent.name == "tests":
-        allowed |= {"pytest", "PIL", *[other.stem for other in path.parent.glob("*.py")]}
-    elif path == script_path("cifar10_ddp"):
-        allowed |= {"PIL"}
-    packages = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            packages |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            packages.add((node.module or ".").split(".")[0])
-    assert packages <= allowed, f"{name_of(path)} imports {sorted(packages - allowed)}"
+    for path in PYTHON_FILES:
+        allowed = sys.stdlib_module_names | {"torch", "torchvision"}
+        if path.parent.name == "tests":
+            allowed |= {"pytest", "PIL", *[other.stem for other in path.parent.glob("*.py")]}
+        elif path == script_path("cifar10_ddp"):
+            allowed |= {"PIL"}
+        packages = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                packages |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                packages.add((node.module or ".").split(".")[0])
+        assert packages <= allowed, f"{name_of(path)} imports {sorted(packages - allowed)}"
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
-def test_one_statement_a_line(path):
+def test_one_statement_a_line():
     """And no expression for its side effect."""
-    statements = [node for node in ast.walk(ast.parse(path.read_text()))
-                  if isinstance(node, ast.stmt)]
-    lines = [node.lineno for node in statements]
-    several = {line for line in lines if lines.count(line) > 1}
-    assert not several, f"{name_of(path)} has several statements in lines {sorted(several)}"
     effects = (ast.Call, ast.Constant, ast.Yield, ast.YieldFrom)
-    others = [node.lineno for node in statements
-              if isinstance(node, ast.Expr) and not isinstance(node.value, effects)]
-    assert not others, f"{name_of(path)} evaluates an expression for its side effect: {others}"
+    for path in PYTHON_FILES:
+        statements = [node for node in ast.walk(ast.parse(path.read_text()))
+                      if isinstance(node, ast.stmt)]
+        counts = Counter(node.lineno for node in statements)
+        several = [line for line, count in counts.items() if count > 1]
+        assert not several, f"{name_of(path)} has several statements in lines {several}"
+        others = [node.lineno for node in statements
+                  if isinstance(node, ast.Expr) and not isinstance(node.value, effects)]
+        assert not others, f"{name_of(path)} has expressions for their side effect: lines {others}"
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES + SHELL_FILES, ids=name_of)
-def test_lines_have_at_most_100_characters(path):
-    lines = path.read_text().splitlines()
-    long_lines = [number for number, line in enumerate(lines, start=1) if len(line) > 100]
-    assert not long_lines, f"{name_of(path)} has more than 100 characters in lines {long_lines}"
+def test_lines_have_at_most_100_characters():
+    found = [f"{name_of(path)}:{number}" for path in PYTHON_FILES + SHELL_FILES
+             for number, line in enumerate(path.read_text().splitlines(), start=1)
+             if len(line) > 100]
+    assert not found, f"lines of more than 100 characters: {found}"
 
 
 # ---- shell files, licenses, registries, pages ----
@@ -99,12 +100,11 @@ def test_shell_files(path):
     assert result.returncode == 0, f"{command[0]} {name_of(path)}:\n{result.stdout}{result.stderr}"
 
 
-@pytest.mark.parametrize("path", LICENSED, ids=name_of)
-def test_license_line(path):
+def test_license_lines():
     """What is there to be copied says so itself: scripts, sbatch and shell files, manifests."""
-    top = path.read_text().splitlines()[:5]
-    assert "# SPDX-License-Identifier: MIT-0" in top, (
-        f"{name_of(path)} needs '# SPDX-License-Identifier: MIT-0' in its first lines:\n{top}")
+    missing = [name_of(path) for path in LICENSED
+               if "# SPDX-License-Identifier: MIT-0" not in path.read_text().splitlines()[:5]]
+    assert not missing, f"no '# SPDX-License-Identifier: MIT-0' in the first lines of {missing}"
 
 
 def test_no_file_names_a_package_registry():
