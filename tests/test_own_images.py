@@ -31,17 +31,6 @@ def flags_of(folder, batch_size, epochs):
             "--workers", 0)
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("cifar10_ddp", ("--workers", 1, *TINY)), ("fashionmnist_ddp", ())])
-def test_fewer_test_samples_than_processes(name, flags):
-    """There are two. One process accumulates the gradients of the same parts."""
-    flags = ("--fake-data", 8, *flags, "--epochs", 2, "--batch-size", 2, "--global-batch", 8)
-    texts = [finish(name, *flags, nproc=nproc).text for nproc in (1, 4)]
-    one, four = (re.findall(r"test loss (\S+)  accuracy (\S+)", text)[-1] for text in texts)
-    assert list(map(float, four)) == pytest.approx(list(map(float, one)), abs=2e-4), (
-        f"{name}: test loss and accuracy of 2 samples are {one}, but on 4 processes {four}")
-
-
 # --- folders that cannot be meant ---
 MISTAKES = {  # what is done to a folder, and what the error line names
     "no val": ("rm -r val", "/images/val"),

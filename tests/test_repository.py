@@ -115,11 +115,6 @@ def test_no_file_names_a_package_registry():
     assert not found, f"files name the host of a package registry: {found}"
 
 
-def text_of(path):
-    """Return Markdown without its code."""
-    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
 def anchors(path):
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
@@ -128,8 +123,9 @@ def anchors(path):
 
 @pytest.mark.parametrize("path", tracked("*.md"), ids=name_of)
 def test_links_to_files_and_headings_exist(path):
+    code = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
     broken = []
-    for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text_of(path)):
+    for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", code.sub("", path.read_text())):
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
         if not target.exists() or anchor and anchor not in anchors(target):
