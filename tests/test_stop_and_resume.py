@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 
 import pytest
+import torch.distributed as dist
 from checkpoints import assert_equal, load_checkpoint
 from functions import at_step, finish, load_script, signal_after, train, watch
 from processes import START, start, wait_until_gone
@@ -66,6 +67,9 @@ def disturbed(request, tmp_path_factory):
         def close_terminal(count):
             sys.stdout = Namespace(write=fail_to_write)
 
+        all_reduce = dist.all_reduce  # in the background, it may take until it is waited for
+        dist.all_reduce = lambda tensor, async_op=False: (
+            Namespace(wait=lambda: all_reduce(tensor)) if async_op else all_reduce(tensor))
         if rank == 0:
             at_step(close_terminal)
         else:
