@@ -15,6 +15,7 @@ from functions import at_step, finish, load_script, signal_after, train, watch
 from processes import START, start, wait_until_gone
 from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 MORE_FLAGS = {"cifar10_ddp": ("--model", "mnasnet0_5", "--image-size", 32)}  # BatchNorm, dropout
 
@@ -234,3 +235,17 @@ def test_workers_of_a_killed_mp_spawn_end_while_they_import(tmp_path):
             time.sleep(0.01)
         job.send(signal.SIGKILL)
         wait_until_gone(job, "workers of python --nproc 2, which was killed while they import")
+
+
+def test_ctrl_c_before_training_is_no_success():
+    """mp.spawn takes a worker that ends by KeyboardInterrupt for one that has finished."""
+    module = load_script("fashionmnist_ddp")
+    module.train = lambda args: signal.raise_signal(signal.SIGINT)
+
+    def work(rank):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        module.run_worker(rank, os.getppid(), None)
+
+    with pytest.raises(ProcessExitedException, match="SIGINT"):
+        start_processes(work, start_method="fork")
+        pytest.fail("Ctrl-C, while a worker of mp.spawn starts, is taken for success")
