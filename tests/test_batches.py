@@ -123,7 +123,7 @@ def test_evaluation_uses_each_test_sample_once_after_each_epoch(case):
         assert numbers == list(range(18)), f"the evaluation uses the test samples {numbers}"
 
 
-def test_evaluation_uses_the_running_statistics_of_rank_0():
+def test_evaluation_uses_the_running_statistics_of_rank_0_and_training_goes_on():
     module = load_script("synthetic_ddp")
     cpu = torch.device("cpu")
 
@@ -132,7 +132,8 @@ def test_evaluation_uses_the_running_statistics_of_rank_0():
         model = nn.BatchNorm1d(4, affine=False)
         model.running_mean += rank
         module.evaluate(model, [], cpu)
-        return model.running_mean.tolist()
+        return model.running_mean.tolist(), model.training
 
-    means = fork(2, evaluate)
-    assert means == [[0, 0, 0, 0]] * 2, f"ranks evaluate with BatchNorm's running means {means}"
+    for rank, (means, training) in enumerate(fork(2, evaluate)):
+        assert means == [0, 0, 0, 0], f"rank {rank} evaluates with BatchNorm's means {means}"
+        assert training, f"rank {rank} trains on in evaluation mode: without dropout"

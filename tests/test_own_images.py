@@ -59,6 +59,7 @@ def test_mistake_in_the_folder_is_one_error_line(script, name):
         try:
             with pytest.raises(SystemExit) as end:
                 script.SeededData(script.parse_args(["--image-folder", str(folder)]))
+                pytest.fail(f"{name}: {command} is accepted")
         finally:
             os.seteuid(user)
     assert re.fullmatch(f"error: --image-folder .*{named}.{{0,150}}", end.value.code), (
