@@ -26,6 +26,7 @@ STAND_INS = {
 SETTINGS = """
 SlurmdParameters=config_overrides   # more CPUs and memory than there are
 TaskPlugin=task/affinity            # as many sites have it
+LaunchParameters=use_interactive_step   # a shell of salloc runs on the first node
 ProctrackType=proctrack/linuxproc   # cgroups v2 require a systemd per node
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SlurmdTimeout=5                     # a lost node is down sooner
