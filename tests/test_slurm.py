@@ -303,6 +303,7 @@ ROWS = {
                    inside="srun -c1 --gpus-per-node=2 --mem-per-cpu=500 -w c1"),
     "in salloc": Row("-c2 --mem=700 slurm/cifar10-srun.sbatch", probe(1, 1, "none"), 2,
                      inside="salloc --mem-per-cpu=500 --gpus-per-node=1 --cpus-per-gpu=1 -n2"),
+    "all cores": Row("-c2 slurm/mnist.sbatch", probe(2, 2, "none")),
     # each file, with what is particular to it
     "cpu": Row(f"--nodes=2 --export=NONE slurm/cpu.sbatch {LINEAR}", "^world size 4", 1, {}),
     "cifar10-srun": Row(f"-N2 -c2 slurm/cifar10-srun.sbatch {LINEAR}", "^world size 4", 1,
