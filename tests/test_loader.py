@@ -94,8 +94,8 @@ def test_run_is_stopped_while_its_loader_processes_are_busy(folder, tmp_path):
     """They would read a test image each for longer than train() waits."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
         'before "return self.transforms[train_set]"',
-        "if not train_set and index < 2:\n    time.sleep(150)"))
-    end = train_and_wait(copy, *flags_of(folder, 2, "--batch-size", 1),
+        "if not train_set and index % 4 == 0:\n    time.sleep(150)"))
+    end = train_and_wait(copy, *flags_of(folder, 2),
                          setup=lambda *_: at_step(lambda step: signal.raise_signal(signal.SIGTERM)))
     assert "stopped by a signal after step " in str(end.statuses), (
         f"SIGTERM must stop a run\n{end.text}")
