@@ -1,4 +1,4 @@
-"""The recipes: learning rates, weight decay, flips and crops, bfloat16."""
+"""The recipes: learning rates, weight decay, pixels, flips and crops, bfloat16."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,18 +41,31 @@ def test_the_optimizer_of_cifar10():
         assert group["lr"] == 200, f"--lr 6400 with a global batch of 8 is 200, not {group['lr']}"
 
 
-# ---- flips and crops ----
-def test_fashionmnist_flips_half_of_the_images_in_training_alone():
-    module = load_script("fashionmnist_ddp")
-    model = nn.Flatten()
+# ---- pixels, flips and crops ----
+def inputs_of_model(module, images, training=False):
+    """Return what loss_and_correct gives the model."""
+    model = nn.Flatten().train(training)
     inputs = []
     model.register_forward_pre_hook(lambda _, arguments: inputs.extend(arguments))
+    module.loss_and_correct(model, images, torch.zeros(len(images), dtype=torch.long))
+    return inputs[0]
+
+
+@pytest.mark.parametrize("script, black, white", [
+    ("cifar10_ddp", -115 / 57, 140 / 57), ("mnist_dp", 0, 1), ("fashionmnist_ddp", 0, 1)])
+def test_pixels_are_scaled(script, black, white):
+    images = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2)
+    found = inputs_of_model(load_script(script), images).flatten().tolist()
+    assert found == pytest.approx([black, white]), f"{script}: black and white are {found}"
+
+
+def test_fashionmnist_flips_half_of_the_images_in_training_alone():
+    module = load_script("fashionmnist_ddp")
     images = torch.arange(28, dtype=torch.uint8).expand(2000, 1, 28, 28)
     torch.manual_seed(0)
     for training, least, most in ((True, 900, 1100), (False, 0, 0)):
-        model.train(training)
-        module.loss_and_correct(model, images, torch.zeros(2000, dtype=torch.long))
-        flipped = (inputs[-1][:, 0, 0, 0] > inputs[-1][:, 0, 0, 1]).sum().item()
+        inputs = inputs_of_model(module, images, training)
+        flipped = (inputs[:, 0, 0, 0] > inputs[:, 0, 0, 1]).sum().item()
         assert least <= flipped <= most, (
             f"with model.training {training}, {flipped} of 2000 images are flipped")
 
