@@ -5,13 +5,14 @@ import random
 import select
 import signal
 import tempfile
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from checkpoints import assert_equal
 from copies import make_copy
-from functions import at_step, finish, load_script, signal_after, train
+from functions import at_step, finish, load_script, signal_after, train, watch
 from image_folder import TINY, write_images
 from processes import start, wait_until_gone
 
@@ -48,15 +49,15 @@ def undisturbed(folder, tmp_path_factory):
 
 
 def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, tmp_path):
-    def see_processes(module, rank):
-        pids = set()
-        at_step(lambda step: pids.update(process.pid for process in mp.active_children()))
-        return pids
+    def note_processes(module, rank):
+        started = []
+        watch(BaseProcess, "start", lambda process: started.append(process.name))
+        return started
 
     flags = flags_of(folder, 3, "--checkpoint", tmp_path / "run.pt", nproc=2)
-    pids = finish("cifar10_ddp", *flags, nproc=2, setup=see_processes).results
+    started = finish("cifar10_ddp", *flags, nproc=2, setup=note_processes).results
     assert_equal(tmp_path / "run.pt", undisturbed, "with loader processes, the checkpoint")
-    counts = [len(of_rank) for of_rank in pids]
+    counts = [len(of_rank) for of_rank in started]
     assert counts == [3, 3], f"--workers 3: in 2 epochs, ranks start {counts} loader processes"
 
 
