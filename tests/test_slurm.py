@@ -306,8 +306,6 @@ ROWS = {
     "all cores": Row("-c2 slurm/mnist.sbatch", probe(2, 2, "none")),
     # each file, with what is particular to it
     "cpu": Row(f"--nodes=2 --export=NONE slurm/cpu.sbatch {LINEAR}", "^world size 4", 1, {}),
-    "cifar10-srun": Row(f"-N2 -c2 slurm/cifar10-srun.sbatch {LINEAR}", "^world size 4", 1,
-                        {"SCRIPT": "cpu_ddp/train.py"}),
     "mnist": Row(f"-c2 --gpus-per-node=2 slurm/mnist.sbatch {IMAGES}",
                  "^GPUs none, threads 2 |^epoch 1/1 .* test", 2, {}),
     "fashionmnist": Row(f"-c2 ./fashionmnist.sbatch {IMAGES}", "^world size 2 .* threads 1 |"
