@@ -16,6 +16,7 @@ from functions import at_step, finish, load_script, signal_after, train, watch
 from image_folder import TINY, write_images
 from processes import start, wait_until_gone
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("images"))
