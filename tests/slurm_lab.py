@@ -216,14 +216,17 @@ class Lab(Network):
         path = Path(self.show(job, "StdOut"))
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def report(self, job):
+        return self.sh(f"scontrol show job {job}") + self.output(job)
+
     def wait_for(self, job, what, condition, timeout=600):
         """Wait until condition() is true. If the job ends before that, the test fails soon."""
         deadline = time.monotonic() + timeout
         ended = 0  # a job that is being requeued passes through such a state
         while not condition():
             ended = ended + 1 if self.show(job, "JobState") in FINAL else 0
-            assert ended < 10 and time.monotonic() < deadline, (
-                f"job {job}, not {what}:\n{self.sh(f'scontrol show job {job}')}{self.output(job)}")
+            assert ended < 10, f"job {job} has ended, not {what}:\n{self.report(job)}"
+            assert time.monotonic() < deadline, f"job {job} is not {what}:\n{self.report(job)}"
             time.sleep(1)
 
     def wait(self, job, state):

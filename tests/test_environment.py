@@ -57,8 +57,8 @@ def assert_follows_the_requirements(script, folder):
         (script.parent / "requirements.txt").write_text(f"tiny=={version}\n")
         done = bash(script)
         assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}{done.stderr}"
-        found = subprocess.run([f"'{folder}/bin/torchrun'"], env={"PYTHONNOUSERSITE": "1"},
-                               shell=True, capture_output=True, text=True).stdout.strip()
+        found = subprocess.run(["bash", "-c", f"'{folder}/bin/torchrun'"], capture_output=True,
+                               text=True, env={"PYTHONNOUSERSITE": "1"}).stdout.strip()
         assert found == version, (
             f"{script.name}: torchrun is of version {found!r}, not {version}, which "
             f"requirements.txt names:\n{done.stdout}{done.stderr}")
