@@ -8,8 +8,8 @@
 #            (default: the official PyTorch image)
 #   OUTPUT   the file to write (default: pytorch.sqsh)
 #
-# Requires enroot (github.com/NVIDIA/enroot). Users other than root require its capabilities
-# (package enroot+caps). The official image requires about 20 GB of free space in
+# Requires enroot (github.com/NVIDIA/enroot). For docker://, users other than root require its
+# capabilities (package enroot+caps). The official image requires about 20 GB of free space in
 # ENROOT_TEMP_PATH (default: /tmp) and ENROOT_CACHE_PATH.
 set -euo pipefail
 
