@@ -16,7 +16,7 @@ ENROOT = """
 printf %s "$4" >"$3"
 [[ $4 != podman://* ]] || docker rm container
 """
-OFFICIAL = f"docker://{lab.OFFICIAL_IMAGE}"
+OFFICIAL = "docker://" + lab.OFFICIAL_IMAGE.removeprefix("docker.io/")
 
 
 @pytest.mark.parametrize("end, arguments, files", [
