@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from functions import load_script
-from processes import free_port
-from scripts import ROOT
+from launchers import free_port
+from scripts import ROOT, load_script
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import datasets, transforms

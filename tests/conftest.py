@@ -3,7 +3,7 @@
 import os
 import random
 
-import processes  # noqa: F401  finds the GPUs before they are hidden
+import launchers  # noqa: F401  finds the GPUs before they are hidden
 import pytest
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all but test_gpu.py runs on the CPU

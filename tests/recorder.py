@@ -1,4 +1,4 @@
-"""Record what a script's training computes in forked processes: see functions.train."""
+"""Record what a script's training computes in forked processes: see forked.train_forked."""
 
 import copy
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from functions import watch
+from forked import watch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 class Recorder:
-    """What one process has done. A setup for train()."""
+    """What one process has done. A setup for train_forked()."""
 
     def __init__(self, module, rank):
         self.steps = []  # for each step, its list of Parts
@@ -105,6 +105,6 @@ def use_small_model(module, rank=0):
 
 
 def record_small_model(module, rank):
-    """Record the training of a small model. A setup for train()."""
+    """Record the training of a small model. A setup for train_forked()."""
     use_small_model(module)
     return Recorder(module, rank)

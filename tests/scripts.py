@@ -1,5 +1,8 @@
 """The scripts, and how the tests run them: a new script is added here."""
 
+import importlib.util
+import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,3 +68,13 @@ CHECKPOINT_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_che
 def script_path(script):
     """Return the path of a script's file. script is a name, as cpu_ddp, or the path of a copy."""
     return ROOT / script / "train.py" if script in SCRIPTS else Path(script)
+
+
+def load_script(script):
+    """Return a script as a module, to call one of its functions."""
+    name = re.sub(r"\W", "_", str(script))
+    spec = importlib.util.spec_from_file_location(name, script_path(script))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # to pickle its functions and classes
+    spec.loader.exec_module(module)
+    return module

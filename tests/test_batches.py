@@ -9,9 +9,9 @@ import functools
 import pytest
 import torch
 import torch.nn as nn
-from functions import finish, fork, load_script
+from forked import fork, train_to_end
 from recorder import record_small_model
-from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
+from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, load_script
 from torch.utils.data import TensorDataset
 
 SAMPLES = 72  # 3 epochs of 4 steps use 16 each, and 8 are left over
@@ -45,7 +45,7 @@ def record(script, nproc, batch_size, seed=0):
              "--lr", 0, "--seed", seed, *SCRIPTS[script].no_children]
     if script in CHECKPOINT_SCRIPTS:
         flags += ["--global-batch", GLOBAL_BATCH]
-    return finish(script, *flags, nproc=nproc, setup=setup).results
+    return train_to_end(script, *flags, nproc=nproc, setup=setup).results
 
 
 def parts_of_steps(case):

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn as nn
 from checkpoints import load_checkpoint
-from functions import fork, load_script
+from forked import fork
+from scripts import load_script
 
 SETTINGS = {"seed": 0, "global_batch": 8}
 MODEL = nn.Linear(1000, 10)

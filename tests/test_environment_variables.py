@@ -8,8 +8,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from scripts import load_script
 import torch
-from functions import load_script
 
 
 module = load_script("fashionmnist_ddp")

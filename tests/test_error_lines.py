@@ -4,8 +4,8 @@ import os
 import re
 
 import pytest
-from functions import train
-from processes import run
+from forked import train_forked
+from launchers import run
 
 MISTAKES = {  # script, flags, what the error line names; {folder} is empty
     "no epochs": ("cpu_ddp", "--epochs 0", "epochs"),
@@ -34,7 +34,8 @@ def test_a_mistake_is_an_error_line(name, tmp_path):
     def setup(module, rank):
         os.environ["TORCH_HOME"] = str(tmp_path)
 
-    end = train(script, *flags.format(folder=tmp_path).split(), nproc=sum(nproc) or 1, setup=setup)
+    flags = flags.format(folder=tmp_path).split()
+    end = train_forked(script, *flags, nproc=sum(nproc) or 1, setup=setup)
     assert end.statuses, f"{command} must end in an error line, not in a traceback\n{end.text}"
     for rank, status in enumerate(end.statuses):
         error = end.text if status == 2 else str(status)  # argparse has printed it

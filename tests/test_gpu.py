@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from checkpoints import load_checkpoint
-from processes import GPUS, run, start
+from launchers import GPUS, run, start
 from scripts import SCRIPTS, script_path
 
 if not GPUS:
@@ -109,7 +109,7 @@ def test_a_run_stopped_on_all_gpus_and_resumed_on_fewer_ends_near_the_whole_one(
                env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)}) as job:
         job.wait_for("waiting", timeout=200)
         job.send(signal.SIGTERM)
-        result = job.finish()
+        result = job.result()
     assert result.status != 0, f"a stopped run ends with status 0:\n{result.text}"
     assert not WARNING.search(result.text), f"a stopped run warns on GPUs:\n{result.text}"
     stopped = load_checkpoint(tmp_path / "parts")

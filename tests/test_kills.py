@@ -16,8 +16,8 @@ from collections import Counter
 import pytest
 from checkpoints import assert_equal, difference, load_checkpoint
 from copies import make_copy
-from functions import finish
-from processes import start, wait_until_gone
+from forked import train_to_end
+from launchers import start, wait_until_gone
 
 KILLS = [  # how many of 20 kills, script, launcher, processes, flags
     (8, "cpu_ddp", "torchrun", 2, ("--epochs", 20)),
@@ -68,7 +68,7 @@ def test_killed_at_random_and_resumed_exactly(share, script, launcher, nproc, fl
     chance = random.Random(name)
     undisturbed = tmp_path / "undisturbed.pt"
     begin = time.monotonic()
-    finish(script, *flags, "--checkpoint", undisturbed, nproc=nproc)
+    train_to_end(script, *flags, "--checkpoint", undisturbed, nproc=nproc)
     seconds = time.monotonic() - begin
 
     folder = tmp_path / "killed"
@@ -88,7 +88,7 @@ def test_killed_at_random_and_resumed_exactly(share, script, launcher, nproc, fl
             with start(script, *flags, launcher=launcher, nproc=nproc) as job:
                 if way:
                     disturb(job, way, seconds, chance, folder)
-                status, text = job.finish()
+                status, text = job.result()
             if status != 0:
                 assert way, f"{name} was not disturbed but failed, after {counts}\n{text}"
                 counts[ways.pop(0)] += 1
@@ -127,11 +127,11 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed(tmp_path):
         job.wait_for("step 6/")
         make_copy("cpu_ddp", copy)  # restarted workers do not sleep
         os.kill(max(job.workers()), signal.SIGKILL)
-        status, text = job.finish()
+        status, text = job.result()
     assert status == 0, f"torchrun --max-restarts=3 with a killed worker: status {status}\n{text}"
     starts = [int(step) for step in re.findall(r"steps (\d+) to \d+$", text, re.MULTILINE)]
     assert len(starts) == 2, f"torchrun must start the workers twice, not {starts}\n{text}"
     assert starts[1] >= 5, (
         f"killed after step 6, with each step saved, workers resume at step {starts[1]}\n{text}")
-    finish("cpu_ddp", *flags, tmp_path / "undisturbed.pt", nproc=2)
+    train_to_end("cpu_ddp", *flags, tmp_path / "undisturbed.pt", nproc=2)
     assert_equal(tmp_path / "run.pt", tmp_path / "undisturbed.pt")

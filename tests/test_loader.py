@@ -12,9 +12,10 @@ import torch
 import torch.multiprocessing as mp
 from checkpoints import assert_equal
 from copies import make_copy
-from functions import at_step, finish, load_script, signal_after, train, watch
+from forked import at_step, signal_after, train_forked, train_to_end, watch
 from image_folder import TINY, write_images
-from processes import start, wait_until_gone
+from launchers import start, wait_until_gone
+from scripts import load_script
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,9 @@ def flags_of(folder, workers, *more, nproc=1, epochs=2):
 
 
 def train_and_wait(*arguments, **options):
-    """Call train(). Its processes must end within 20 s, and those that they have started."""
+    """Call train_forked(). Its processes must end within 20 s, and those that they have started."""
     read, write = os.pipe()  # each of them inherits it, and closes it when it ends
-    end = train(*arguments, **options)
+    end = train_forked(*arguments, **options)
     os.close(write)
     load = os.getloadavg()[0] / os.cpu_count()  # where others use the cores, it takes longer
     ended, _, _ = select.select([read], [], [], 20 * max(1, load))
@@ -45,7 +46,7 @@ def train_and_wait(*arguments, **options):
 def undisturbed(folder, tmp_path_factory):
     """Train on two processes, without loader processes. Return the checkpoint."""
     path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
-    finish("cifar10_ddp", *flags_of(folder, 0, "--checkpoint", path, nproc=2), nproc=2)
+    train_to_end("cifar10_ddp", *flags_of(folder, 0, "--checkpoint", path, nproc=2), nproc=2)
     return path
 
 
@@ -56,7 +57,7 @@ def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, 
         return started
 
     flags = flags_of(folder, 3, "--checkpoint", tmp_path / "run.pt", nproc=2)
-    started = finish("cifar10_ddp", *flags, nproc=2, setup=note_processes).results
+    started = train_to_end("cifar10_ddp", *flags, nproc=2, setup=note_processes).results
     assert_equal(tmp_path / "run.pt", undisturbed, "with loader processes, the checkpoint")
     counts = [len(of_rank) for of_rank in started]
     assert counts == [3, 3], f"--workers 3: in 2 epochs, ranks start {counts} loader processes"
@@ -87,13 +88,13 @@ def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms
     end = train_and_wait("cifar10_ddp", *flags, nproc=2, setup=lambda *_: at_step(send_to_all))
     assert end.statuses == ["stopped by a signal after step 5", 1], (
         f"SIGTERM to training and loader processes: the run must stop and save\n{end.text}")
-    finish("cifar10_ddp", *flags, nproc=2)
+    train_to_end("cifar10_ddp", *flags, nproc=2)
     assert_equal(tmp_path / "run.pt", undisturbed, "stopped and resumed, the checkpoint")
 
 
 # --- the end of a run ---
 def test_run_is_stopped_while_its_loader_processes_are_busy(folder, tmp_path):
-    """They would read a test image each for longer than train() waits."""
+    """They would read a test image each for longer than train_forked() waits."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
         'before "return self.transforms[train_set]"',
         "if not train_set and index % 4 == 0:\n    time.sleep(150)"))
@@ -125,6 +126,6 @@ def test_start_method_spawn(folder, tmp_path):
     copy = make_copy("cifar10_ddp", tmp_path / "train.py",
                      ('instead of "mp.set_start_method"', 'mp.set_start_method("spawn")'))
     with start(copy, *flags_of(folder, 1)) as job:
-        result = job.finish()
+        result = job.result()
         wait_until_gone(job, "start method spawn")
     assert result.status == 0, f"start method spawn: status {result.status}\n{result.text}"

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from functions import finish, stop, watch
+from forked import train_to_end, train_until, watch
 from recorder import record_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
 
@@ -32,7 +32,7 @@ HEADERS = {
 
 
 def with_clock(module, rank):
-    """Record the training of a small model by a clock that counts steps. A setup for train()."""
+    """Record the training of a small model by a clock that counts steps."""
     recorder = record_small_model(module, rank)
     module.time = argparse.Namespace(
         perf_counter=lambda: (2 + rank) * len(recorder.steps), sleep=time.sleep)
@@ -95,8 +95,8 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     path = tmp_path / "run.pt"
     flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 32, "--log-every", 4,
              "--save-every", 0.1, "--checkpoint", path]
-    stop(script, *flags, nproc=2, after=RESUMED, setup=with_clock)
-    ranks, _, _, text = finish(script, *flags, nproc=2, setup=with_slow_start)
+    train_until(script, *flags, nproc=2, after=RESUMED, setup=with_clock)
+    ranks, _, _, text = train_to_end(script, *flags, nproc=2, setup=with_slow_start)
     unit = "samples" if script == "cpu_ddp" else "images"
     has_test_set = SCRIPTS[script].has_test_set
     lines = [HEADERS[script]]
@@ -126,8 +126,8 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     ("synthetic_ddp", 2, "16 samples")])
 def test_each_line_of_a_script_without_checkpoints(script, nproc, speed):
     """Speed: in steps of 2 seconds."""
-    ranks, _, _, text = finish(script, *flags_of(script), "--batch-size", 32 // nproc, nproc=nproc,
-                               setup=with_clock)
+    ranks, _, _, text = train_to_end(script, *flags_of(script), "--batch-size", 32 // nproc,
+                                     nproc=nproc, setup=with_clock)
     steps = len(ranks[0].steps) // 5
     lines = [HEADERS[script]]
     for epoch in range(5):
@@ -152,7 +152,7 @@ def test_synthetic_ddp_measures_a_model():
             perf_counter=lambda: sum(seconds[:len(gradients)]), sleep=time.sleep)
         return gradients
 
-    (one, other), _, _, text = finish(
+    (one, other), _, _, text = train_to_end(
         "synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2,
         "--steps", 1, nproc=2, setup=setup)
     assert one[-2] == other[-2], f"the step with exchange has other gradients on rank 1: {one[-2]}"

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from functions import fork, load_script
+from forked import fork
+from scripts import load_script
 from torch.nn.parallel import DistributedDataParallel
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ of summation. With other dropout masks they would differ by 0.02.
 import pytest
 import torch
 from checkpoints import difference, load_checkpoint
-from functions import finish, stop
+from forked import train_to_end, train_until
 
 
 def use_sgd(module, rank):
-    """A setup for train(). Adam may turn what rounding leaves of a gradient into a large step."""
+    """Adam may turn what rounding leaves of a gradient into a large step."""
     torch.optim.Adam = lambda parameters, **_: torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -26,9 +26,9 @@ def use_sgd(module, rank):
 def test_resumed_on_fewer_processes(script, flags, first, second, tolerance, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     flags += ["--batch-size", 4, "--epochs", 3, "--checkpoint"]
-    finish(script, *flags, whole, nproc=first, setup=use_sgd)
-    stop(script, *flags, resumed, nproc=first, after=7, setup=use_sgd)
-    finish(script, *flags, resumed, nproc=second, setup=use_sgd)
+    train_to_end(script, *flags, whole, nproc=first, setup=use_sgd)
+    train_until(script, *flags, resumed, nproc=first, after=7, setup=use_sgd)
+    train_to_end(script, *flags, resumed, nproc=second, setup=use_sgd)
     steps = load_checkpoint(whole)["step"], load_checkpoint(resumed)["step"]
     assert steps[0] == steps[1], f"the resumed run has another global batch: {steps} steps"
     found = difference(whole, resumed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from checkpoints import assert_equal
 from copies import make_copy
-from functions import finish, stop, watch
+from forked import train_to_end, train_until, watch
 from recorder import Recorder, use_small_model
 from scripts import SCRIPTS
 
@@ -60,9 +60,9 @@ def test_a_copy_for_masks_and_weights_is_resumed_bit_for_bit_on_2_processes(tmp_
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", ("", MASKS))
     flags = ["--fake-data", "--batch-size", 2, "--workers", 0, "--epochs", 2, "--lr", 0.01,
              "--checkpoint"]
-    ranks = finish(copy, *flags, tmp_path / "whole", nproc=2, setup=Recorder).results
-    stop(copy, *flags, tmp_path / "resumed", nproc=2, after=15)
-    finish(copy, *flags, tmp_path / "resumed", nproc=2)
+    ranks = train_to_end(copy, *flags, tmp_path / "whole", nproc=2, setup=Recorder).results
+    train_until(copy, *flags, tmp_path / "resumed", nproc=2, after=15)
+    train_to_end(copy, *flags, tmp_path / "resumed", nproc=2)
     assert_equal(tmp_path / "whole", tmp_path / "resumed")
 
     for images, masks, weights in [part.batch for parts in ranks[0].steps for part in parts]:
@@ -82,7 +82,7 @@ def test_loss_and_metric_need_not_be_detached(script):
             [total.requires_grad for total in sums]))
         return graphs
 
-    (graphs,) = finish(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1,
-                       *SCRIPTS[script].no_children, setup=setup).results
+    (graphs,) = train_to_end(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1,
+                             *SCRIPTS[script].no_children, setup=setup).results
     assert graphs == 2 * [[False, False]], (
         f"sums of loss and metric that are not detached keep the graphs of all steps: {graphs}")

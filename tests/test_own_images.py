@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from functions import finish, load_script, train, watch
+from forked import train_forked, train_to_end, watch
 from image_folder import TINY, write_images
 from PIL import Image
+from scripts import load_script
 from torchvision import models
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -87,7 +88,7 @@ def test_all_ranks_use_the_files_of_rank_0(folder, tmp_path):
             os.scandir = lambda path: scandir(str(path).replace(str(folder), str(other)))
             Image.open = lambda path: open_image(path.replace(str(folder), str(other)))
 
-    end = train("cifar10_ddp", *flags_of(folder, 2, 1), nproc=2, setup=use_other_disk)
+    end = train_forked("cifar10_ddp", *flags_of(folder, 2, 1), nproc=2, setup=use_other_disk)
     assert re.search(f"cannot read the image {folder}/train/cat/.*No such file", end.text), (
         f"a file that a machine lacks ends the run with an error that names it\n{end.text}")
 
@@ -176,14 +177,14 @@ def test_ranks_start_from_pretrained_weights_and_a_resume_needs_no_file(folder, 
         return states
 
     flags = ("--pretrained", "--checkpoint", tmp_path / "run.pt")
-    ranks = finish("cifar10_ddp", *flags_of(folder, 6, 1), *flags, nproc=2, setup=see).results
+    ranks = train_to_end("cifar10_ddp", *flags_of(folder, 6, 1), *flags, nproc=2, setup=see).results
     for rank, (start, *_) in enumerate(ranks):
         different = [name for name in weights
                      if not torch.equal(start[f"module.{name}"], weights[name])]
         assert different == ["classifier.1.weight", "classifier.1.bias"], (
             f"--pretrained on rank {rank}: layers that do not have these weights: {different}")
     file.unlink()
-    finish("cifar10_ddp", *flags_of(folder, 6, 2), *flags, nproc=2, setup=see)
+    train_to_end("cifar10_ddp", *flags_of(folder, 6, 2), *flags, nproc=2, setup=see)
 
 
 def test_layers_whose_shape_depends_on_the_image_size_are_loaded(script, capsys):

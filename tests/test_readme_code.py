@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
-from functions import finish, load_script
+from forked import train_to_end
 from image_folder import write_images
-from processes import clean_environment
+from launchers import clean_environment
 from recorder import Recorder, record_small_model
-from scripts import ROOT, SCRIPTS
+from scripts import ROOT, SCRIPTS, load_script
 
 FLAGS = ("--fake-data", 96, "--batch-size", 8, "--epochs")
 TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
@@ -69,7 +69,7 @@ def empty_folder(tmp_path, monkeypatch):
 def finish_copy(name, *flags, **how):
     """Train with a copy of fashionmnist_ddp that has the page's edits of this name."""
     copy = make_copy("fashionmnist_ddp", "my.py", *edits("fashionmnist_ddp", name))
-    return finish(copy, *flags, **how)
+    return train_to_end(copy, *flags, **how)
 
 
 def test_own_tensors_are_learned():
@@ -167,7 +167,7 @@ def test_the_weights_classify_as_in_the_run(tmp_path):
     flags = ("--image-folder", "DIR", "--model", "shufflenet_v2_x0_5", "--image-size", 48,
              "--lr", 2, "--batch-size", 4, "--epochs", 4, "--workers", 0,
              "--checkpoint", "images.pt")
-    text = finish("cifar10_ddp", *flags, nproc=2).text
+    text = train_to_end("cifar10_ddp", *flags, nproc=2).text
     assert " 24 images in 2 classes " in text, f"it must train on DIR/train\n{text}"
     expected = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", text)[-1]
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from functions import finish, load_script
+from forked import train_to_end
+from scripts import load_script
 from torchvision.datasets import CIFAR10
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -27,8 +28,8 @@ def test_fashion_mnist(tmp_path):
         module.load_data = lambda args, train_set: [
             tensor[:4000 if train_set else 1000] for tensor in load_data(args, train_set)]
 
-    text = finish("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 16,
-                  nproc=2, setup=first_images).text
+    text = train_to_end("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1,
+                        "--batch-size", 16, nproc=2, setup=first_images).text
     accuracy = float(re.search(r"test loss [\d.]+  accuracy ([\d.]+)", text)[1])
     assert accuracy > 0.7, f"real images are not learned:\n{text}"
 

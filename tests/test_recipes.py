@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn as nn
-from functions import finish, load_script
+from forked import train_to_end
 from recorder import record_small_model
-from scripts import SCRIPTS
+from scripts import SCRIPTS, load_script
 
 DECAY = [1, 0.75, 0.5, 0.25]  # factors of steps 0, 3, 6 and 9 of 12: linear decay
 WARM_UP = [1 / 2.4, 0.9375, 0.625, 0.3125]  # over a fifth of the steps, then linear decay
@@ -18,7 +18,7 @@ WARM_UP = [1 / 2.4, 0.9375, 0.625, 0.3125]  # over a fifth of the steps, then li
 def test_each_parameter_group_has_its_peak_rate_times_the_factor(script):
     flags = (SCRIPTS[script].data_flag, 48, "--batch-size", 16, "--epochs", 4, "--lr", 1e-3,
              *SCRIPTS[script].no_children)
-    (recorder,) = finish(script, *flags, setup=record_small_model).results
+    (recorder,) = train_to_end(script, *flags, setup=record_small_model).results
     expected = WARM_UP if script in ("cifar10_ddp", "fashionmnist_ddp") else DECAY
     for number, peak in zip(range(len(recorder.rates[0])), (1e-3, 2e-5)):
         factors = [rates[number] / peak for rates in recorder.rates[::3]]
@@ -90,8 +90,8 @@ def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
 @pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp", "synthetic_ddp"])
 def test_bfloat16_in_training_and_evaluation(script):
     flags = (SCRIPTS[script].data_flag, 16, "--batch-size", 8, "--epochs", 1, "--bf16")
-    (recorder,) = finish(script, *flags, *SCRIPTS[script].no_children,
-                         setup=record_small_model).results
+    (recorder,) = train_to_end(script, *flags, *SCRIPTS[script].no_children,
+                               setup=record_small_model).results
     types = {part.outputs.dtype for parts in recorder.steps + recorder.evaluations
              for part in parts}
     assert types == {torch.bfloat16}, f"with --bf16, {script} computes in {types}"

@@ -3,9 +3,9 @@
 import pytest
 from checkpoints import load_checkpoint
 from copies import make_copy
-from functions import load_script, train
+from forked import train_forked
 from recorder import use_small_model
-from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
+from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, load_script
 
 CHANGE_NO_WEIGHTS = {"epochs", "batch_size", "bf16", "nproc", "workers", "data_dir", "checkpoint",
                      "save_every", "log_every", "timeout"}
@@ -16,7 +16,7 @@ def run_once(script, path, *flags, nproc=1):
     details = SCRIPTS.get(script, SCRIPTS["fashionmnist_ddp"])  # or a copy of it
     flags = [details.data_flag, 16, "--batch-size", 8, "--epochs", 1, "--seed", 3,
              "--checkpoint", path, *details.no_children, *flags]
-    return train(script, *flags, nproc=nproc, setup=use_small_model).statuses
+    return train_forked(script, *flags, nproc=nproc, setup=use_small_model).statuses
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)

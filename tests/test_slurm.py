@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from checkpoints import difference, load_checkpoint
-from processes import run
+from launchers import run
 from scripts import ROOT, SCRIPTS
 from slurm_lab import Lab, running, why_not, write_program
 

@@ -8,7 +8,7 @@ import re
 import shutil
 
 import pytest
-from processes import run
+from launchers import run
 from scripts import SCRIPTS, script_path
 
 

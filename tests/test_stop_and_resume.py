@@ -11,10 +11,10 @@ from argparse import Namespace
 import pytest
 import torch.distributed as dist
 from checkpoints import assert_equal, load_checkpoint
-from functions import at_step, finish, load_script, signal_after, train, watch
-from processes import START, start, wait_until_gone
+from forked import at_step, signal_after, train_forked, train_to_end, watch
+from launchers import START, start, wait_until_gone
 from recorder import record_small_model, use_small_model
-from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS
+from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 MORE_FLAGS = {"cifar10_ddp": ("--model", "mnasnet0_5", "--image-size", 32)}  # BatchNorm, dropout
@@ -34,9 +34,9 @@ def live(script, checkpoint, at_start=lambda rank: None, check_every=1):
         at_step(steps.append)
         return steps
 
-    end = train(script, SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()),
-                *SCRIPTS[script].no_children, "--batch-size", 6, "--epochs", 3,
-                "--log-every", 3600, "--checkpoint", checkpoint, nproc=2, setup=setup)
+    end = train_forked(script, SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()),
+                       *SCRIPTS[script].no_children, "--batch-size", 6, "--epochs", 3,
+                       "--log-every", 3600, "--checkpoint", checkpoint, nproc=2, setup=setup)
     return Namespace(**end._asdict(), steps=[len(steps) for steps in end.results],
                      saved=load_checkpoint(checkpoint)["step"],
                      save_time=checkpoint.stat().st_ctime)
@@ -157,8 +157,8 @@ def test_all_ranks_use_the_flags_of_rank_0(script):
             sys.argv += flags_of_rank_1 if rank == 1 else ()
             return record_small_model(module, rank)
 
-        end = finish(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8, "--epochs", 2,
-                     "--lr", 0.01, *SCRIPTS[script].no_children, nproc=2, setup=setup)
+        end = train_to_end(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8, "--epochs", 2,
+                           "--lr", 0.01, *SCRIPTS[script].no_children, nproc=2, setup=setup)
         return [recorder.gradients for recorder in end.results]
 
     assert_equal(gradients("--lr", "0.5", "--seed", "7", "--epochs", "1"), gradients(),
@@ -180,8 +180,8 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
             watch(module, "load_data", lambda *_: print(rank, "loads"))
         use_small_model(module)
 
-    text = finish(script, "--fake-data", 16, "--epochs", 1, *SCRIPTS[script].no_children, nproc=4,
-                  setup=setup).text
+    text = train_to_end(script, "--fake-data", 16, "--epochs", 1, *SCRIPTS[script].no_children,
+                        nproc=4, setup=setup).text
     assert text.startswith("0 prepares\n0 has prepared\n2 prepares\n2 has prepared\n"), (
         f"{script}: rank 0 prepares the data, then rank 2, and then they load it:\n{text}")
 
@@ -191,8 +191,8 @@ def test_a_process_that_hangs_ends_the_others_within_timeout():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for the end of the test
         time.sleep(1000)
 
-    end = train("cpu_ddp", "--epochs", 100000, "--timeout", 5, nproc=2,
-                setup=lambda module, rank: rank == 0 and at_step(hang))
+    end = train_forked("cpu_ddp", "--epochs", 100000, "--timeout", 5, nproc=2,
+                       setup=lambda module, rank: rank == 0 and at_step(hang))
     assert "Process 1 terminated" in end.text, (
         f"rank 0 hangs: rank 1 must end with an error after --timeout 5\n{end.text}")
 
@@ -217,7 +217,7 @@ def test_a_signal_to_mp_spawn_ends_all_processes_with_status_1(name, words, tmp_
         else:
             pid = job.workers()[1] if name == "SIGKILL" else job.launcher.pid
             os.kill(pid, signal.Signals[name])
-        result = job.finish()
+        result = job.result()
         wait_until_gone(job, f"{name} to mp.spawn")
     count = len(re.findall(words, result.text))
     assert count == 1, f"{name}: must print one line {words!r}, not {count}\n{result.text}"

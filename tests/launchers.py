@@ -1,4 +1,4 @@
-"""Start the scripts as users do, and read what they print."""
+"""Start the scripts by real launchers, as users do, and read what they print."""
 
 import contextlib
 import os
@@ -114,7 +114,7 @@ class Job:
             time.sleep(0.01)
         self.launcher.wait(30)
 
-    def finish(self, timeout=START):
+    def result(self, timeout=START):
         """Wait for the end and return the Result. A job that runs longer fails the test."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return Result(self.launcher.wait(timeout), self.text)
@@ -160,4 +160,4 @@ def start(script, *flags, launcher="python", nproc=1, options=(), cwd=None, env=
 def run(script, *flags, timeout=START, **how):
     """Run a script to its end, as start() does, and return the Result."""
     with start(script, *flags, **how) as job:
-        return job.finish(timeout)
+        return job.result(timeout)

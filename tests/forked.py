@@ -1,8 +1,12 @@
-"""Call the functions of a script in this process, or train in forked ones, which start at once."""
+"""Train with a script in forked processes, which start at once.
 
-import importlib.util
+They are as torchrun's, on CPUs. Before main() is called, setup(module, rank) may replace what it
+likes in its process: functions of the script's module, those of PyTorch and the system, sys.argv,
+os.environ. What it returns is returned for each rank. It comes after torchrun's variables are set,
+so the real launchers, the start of new interpreters, and what happens at import are not tested.
+"""
+
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -11,20 +15,10 @@ from typing import NamedTuple
 
 import torch
 from checkpoints import load_checkpoint
-from processes import clean_environment, free_port
-from scripts import script_path
+from launchers import clean_environment, free_port
+from scripts import load_script
 from torch.multiprocessing.spawn import ProcessException
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-
-def load_script(script):
-    """Return a script as a module, to call one of its functions."""
-    name = re.sub(r"\W", "_", str(script))
-    spec = importlib.util.spec_from_file_location(name, script_path(script))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # to pickle its functions and classes
-    spec.loader.exec_module(module)
-    return module
 
 
 def fork(nproc, function):
@@ -65,7 +59,7 @@ class End(NamedTuple):
     text: str  # what all ranks have printed, and the error
 
 
-def train(script, *flags, nproc=1, setup=lambda module, rank: None):
+def train_forked(script, *flags, nproc=1, setup=lambda module, rank: None):
     """Run a script's main() in forked processes, after setup(module, rank). Return their End."""
     module = load_script(script)
     main = getattr(module, "main", lambda: module.train(module.parse_args()))
@@ -90,15 +84,15 @@ def train(script, *flags, nproc=1, setup=lambda module, rank: None):
         return End(*of_ranks, log.read() + error)
 
 
-def finish(script, *flags, nproc=1, **options):
-    """Train to the end, as train() does."""
-    end = train(script, *flags, nproc=nproc, **options)
+def train_to_end(script, *flags, nproc=1, **options):
+    """Run a script's main(), as train_forked() does. It must end well."""
+    end = train_forked(script, *flags, nproc=nproc, **options)
     assert end.statuses == nproc * [0], (
         f"{script} {flags} must end well on {nproc} processes, not with {end.statuses}\n{end.text}")
     return end
 
 
-def stop(script, *flags, nproc, after, setup=lambda module, rank: None):
+def train_until(script, *flags, nproc, after, setup=lambda module, rank: None):
     """Train until a signal stops the run after this step. The last flag is the checkpoint."""
     def setup_and_stop(module, rank):
         setup(module, rank)
@@ -106,7 +100,7 @@ def stop(script, *flags, nproc, after, setup=lambda module, rank: None):
         if rank == 0:
             signal_after(after - 1)
 
-    end = train(script, *flags, nproc=nproc, setup=setup_and_stop)
+    end = train_forked(script, *flags, nproc=nproc, setup=setup_and_stop)
     step = load_checkpoint(flags[-1])["step"]
     assert step == after, (
         f"a signal before step {after} has stopped the run after step {step}\n{end.text}")
