@@ -11,9 +11,9 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from checkpoints import load_checkpoint
 from launchers import clean_environment, free_port
 from scripts import load_script
@@ -22,7 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def fork(nproc, function):
-    """Call function(rank) in nproc processes with torchrun's variables. Return what they return."""
+    """Call function(rank) in nproc processes with torchrun's variables. Return what they return.
+
+    They hang if none of them has computed anything for 30 seconds.
+    """
     import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
     port = free_port()
 
@@ -41,20 +44,32 @@ def fork(nproc, function):
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(call, nprocs=nproc, join=False,
                                                         start_method="fork")
-        end = time.monotonic() + 120
+        computed = last_change = 0
         try:
-            while not context.join(max(0, end - time.monotonic())):  # raises what one has raised
-                assert time.monotonic() < end, "still running after 120 s"
+            while not context.join(1):  # raises what one has raised
+                before, computed = computed, sum(map(seconds_computed, context.pids()))
+                if computed > before + 0.03:
+                    last_change = time.monotonic()
+                assert time.monotonic() < last_change + 30, "they hang"
         finally:
             for process in context.processes:
                 process.kill()
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(nproc)]
 
 
+def seconds_computed(pid):
+    """Return the seconds of CPU time that a process has used."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class End(NamedTuple):
-    """The end of each rank. Lists are empty if one was killed, has raised an error, or hangs."""
-    results: list  # what setup has returned
-    statuses: list  # the argument of sys.exit, or 0
+    """The end of each rank."""
+    results: list  # what setup has returned; none if a rank was killed, has raised an error, hangs
+    statuses: list  # the argument of sys.exit, or 0; then, one: what has happened
     times: list
     text: str  # what all ranks have printed, and the error
 
@@ -80,8 +95,8 @@ def train_forked(script, *flags, nproc=1, setup=lambda module, rank: None):
             ranks, error = fork(nproc, call), ""
         except (AssertionError, ProcessException) as failure:
             ranks, error = [], str(failure)
-        of_ranks = [[rank[field] for rank in ranks] for field in range(3)]
-        return End(*of_ranks, log.read() + error)
+        results, statuses, times = [[rank[field] for rank in ranks] for field in range(3)]
+        return End(results, statuses or [error.strip().splitlines()[-1]], times, log.read() + error)
 
 
 def train_to_end(script, *flags, nproc=1, **options):

@@ -30,7 +30,7 @@ quick=(
     tests/test_error_lines.py::test_a_mistake_is_an_error_line
     tests/test_environment_variables.py
     tests/test_gpu.py
-    'tests/test_stop_and_resume.py::test_a_resumed_run_has_the_undisturbed_weights[cpu_ddp]'
+    'tests/test_stop_and_resume.py::test_a_signal_to_one_process_stops_all[cpu_ddp-SIGTERM]'
     tests/test_stop_and_resume.py::test_all_ranks_use_the_flags_of_rank_0
 )
 for argument in "$@"; do

@@ -36,7 +36,7 @@ def test_a_mistake_is_an_error_line(name, tmp_path):
 
     flags = flags.format(folder=tmp_path).split()
     end = train_forked(script, *flags, nproc=sum(nproc) or 1, setup=setup)
-    assert end.statuses, f"{command} must end in an error line, not in a traceback\n{end.text}"
+    assert end.results, f"{command} must end in an error line, not in a traceback\n{end.text}"
     for rank, status in enumerate(end.statuses):
         error = end.text if status == 2 else str(status)  # argparse has printed it
         assert "error: " in error, f"{command}: rank {rank} has no error line, but {error!r}"

@@ -8,8 +8,9 @@ import signal
 
 import pytest
 from checkpoints import load_checkpoint
+from copies import make_copy
 from launchers import GPUS, run, start
-from scripts import SCRIPTS, script_path
+from scripts import SCRIPTS
 
 if not GPUS:
     pytest.skip("requires a GPU", allow_module_level=True)
@@ -19,8 +20,8 @@ COUNT = len(GPUS)
 WARNING = re.compile(r"\b(UserW|W|w)(arning|ARNING): ")
 
 
-def finish(script, *flags, gpus=GPUS, **how):
-    """Run a script to its end on some of GPUS, and return what it prints."""
+def run_on_gpus(script, *flags, gpus=GPUS, **how):
+    """Run a script on some of GPUS. It must end well. Return what it prints."""
     result = run(script, *flags, timeout=400, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, **how)
     assert result.status == 0, f"{script} ends with status {result.status}:\n{result.text}"
     assert not WARNING.search(result.text), f"{script} warns on GPUs:\n{result.text}"
@@ -36,8 +37,8 @@ def learn(script, *more, nproc=1, **how):
     batch_size = details.batch_size
     if details.several_processes and nproc == 1:
         batch_size = 2 * batch_size
-    text = finish(script, "--epochs", (nproc + 1) // 2, "--batch-size", batch_size, *details.learn,
-                  *more, nproc=nproc, **how)
+    text = run_on_gpus(script, "--epochs", (nproc + 1) // 2, "--batch-size", batch_size,
+                       *details.learn, *more, nproc=nproc, **how)
     accuracy = float(re.findall(r"test loss [\d.]+  accuracy ([\d.]+)", text)[-1])
     assert accuracy > details.least_accuracy, f"{script} has not learned on GPUs:\n{text}"
     return re.search(r"^.*\| torch .*", text, re.MULTILINE)[0]
@@ -69,21 +70,21 @@ def test_data_parallel(flags, gpus):
 
 
 def test_measure():
-    text = finish("synthetic_ddp", "--model", "resnet18", "--image-size", 64, "--batch-size", 4,
-                  "--steps", 5, launcher="torchrun", nproc=COUNT)
+    text = run_on_gpus("synthetic_ddp", "--model", "resnet18", "--image-size", 64,
+                       "--batch-size", 4, "--steps", 5, launcher="torchrun", nproc=COUNT)
     assert f"world size {COUNT} on cuda" in text, f"{COUNT} processes, but:\n{text}"
     assert re.search(r"[1-9][\d,.]* images/s", text), f"no images/s are measured:\n{text}"
 
 
 # --- a run that is stopped on all GPUs and resumed on fewer ---
-STEP = "            step += 1\n"
-WAIT_AND_COMPARE = STEP + """            while step == 2 and not signals:
-                print("waiting", flush=True)
-                time.sleep(0.1)
-            for parameter in model.parameters():
-                of_rank_0 = parameter.detach().clone()
-                dist.broadcast(of_rank_0, 0)
-                assert torch.allclose(of_rank_0, parameter), "the ranks have other weights"
+WAIT_AND_COMPARE = """
+while step == 2 and not signals:
+    print("waiting", flush=True)
+    time.sleep(0.1)
+for parameter in model.parameters():
+    of_rank_0 = parameter.detach().clone()
+    dist.broadcast(of_rank_0, 0)
+    assert torch.allclose(of_rank_0, parameter), "the ranks have other weights"
 """
 
 
@@ -97,14 +98,11 @@ def test_a_run_stopped_on_all_gpus_and_resumed_on_fewer_ends_near_the_whole_one(
     masks, by 30 %.
     """
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # without TensorFloat-32
-    text = script_path(script).read_text()
-    assert text.count(STEP) == 1, f"{script} has {text.count(STEP)} lines 'step += 1' in train()"
-    copy = tmp_path / "train.py"
-    copy.write_text(re.sub(r"^CHECK_EVERY = \d", "CHECK_EVERY = 1",
-                           text.replace(STEP, WAIT_AND_COMPARE), flags=re.MULTILINE))
+    copy = make_copy(script, tmp_path / "train.py", ('after "step += 1"', WAIT_AND_COMPARE),
+                     ('instead of "CHECK_EVERY = "', "CHECK_EVERY = 1"))
     flags = ("--fake-data", 20 * COUNT, "--batch-size", 5, "--epochs", 2, "--lr", lr,
              "--checkpoint")
-    finish(script, *flags, tmp_path / "whole", launcher=launcher, nproc=COUNT)
+    run_on_gpus(script, *flags, tmp_path / "whole", launcher=launcher, nproc=COUNT)
     with start(copy, *flags, tmp_path / "parts", launcher=launcher, nproc=COUNT,
                env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)}) as job:
         job.wait_for("waiting", timeout=200)
@@ -117,7 +115,7 @@ def test_a_run_stopped_on_all_gpus_and_resumed_on_fewer_ends_near_the_whole_one(
         f"a signal after step 2 must stop after step 3, not {stopped['step']}:\n{result.text}")
 
     fewer = COUNT // 2 if COUNT % 2 == 0 else 1
-    finish(copy, *flags, tmp_path / "parts", launcher=launcher, nproc=fewer, gpus=GPUS[:fewer])
+    run_on_gpus(copy, *flags, tmp_path / "parts", launcher=launcher, nproc=fewer, gpus=GPUS[:fewer])
     whole = load_checkpoint(tmp_path / "whole")
     resumed = load_checkpoint(tmp_path / "parts")
     assert resumed["step"] == whole["step"], f"the resumed run ends after step {resumed['step']}"
@@ -126,6 +124,6 @@ def test_a_run_stopped_on_all_gpus_and_resumed_on_fewer_ends_near_the_whole_one(
             continue  # the statistics of rank 0's shares
         change = (whole["model"][name] - before).float().norm()
         difference = (resumed["model"][name] - whole["model"][name]).float().norm()
-        assert difference <= 0.3 * change, (
+        assert difference <= 0.1 * change, (
             f"{script}, stopped and resumed on {fewer} of {COUNT} GPUs: {name} differs by "
             f"{difference:.2g} from the whole run, which changes it by {change:.2g} meanwhile")

@@ -117,13 +117,7 @@ def difference(path, picture, script):
     return (read - pil_to_tensor(picture.convert("RGB")).int()).abs().max().item()
 
 
-KINDS = [(mode, suffix) for suffix, modes in {
-    "png": "1 L LA P RGB RGBA I;16 I;16B", "tif": "1 L LA P RGB RGBA CMYK YCbCr I;16 I;16B",
-    "bmp": "1 L P RGB", "ppm": "1 L RGB I", "pgm": "L I;16", "jpg": "L RGB CMYK",
-}.items() for mode in modes.split()]
-
-
-@pytest.mark.parametrize("mode, suffix", KINDS)
+@pytest.mark.parametrize("mode, suffix", [("LA", "png"), ("I;16", "png"), ("CMYK", "jpg")])
 def test_image_is_read_as_its_picture_of_8_bits(script, tmp_path, mode, suffix):
     image, picture = picture_in(mode)
     path = tmp_path / f"image.{suffix}"
@@ -145,9 +139,7 @@ def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
         f"the error must name the file: {end.value}")
 
 
-@pytest.mark.parametrize("orientation, turned", [
-    (2, "FLIP_LEFT_RIGHT"), (3, "ROTATE_180"), (4, "FLIP_TOP_BOTTOM"), (5, "TRANSPOSE"),
-    (6, "ROTATE_90"), (7, "TRANSVERSE"), (8, "ROTATE_270")])
+@pytest.mark.parametrize("orientation, turned", [(5, "TRANSPOSE"), (6, "ROTATE_90")])
 def test_photograph_is_upright(script, tmp_path, orientation, turned):
     """A camera that was turned writes what EXIF says how to turn back."""
     picture = gradient().crop((0, 0, 48, 64))

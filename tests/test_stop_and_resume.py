@@ -1,8 +1,10 @@
 """A run that is stopped by a signal saves, and the same command ends with the same weights."""
 
 import errno
+import functools
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -17,134 +19,161 @@ from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 from torch.multiprocessing import ProcessExitedException, start_processes
 
+TEST_SCRIPTS = [script for script in CHECKPOINT_SCRIPTS if SCRIPTS[script].has_test_set]
 MORE_FLAGS = {"cifar10_ddp": ("--model", "mnasnet0_5", "--image-size", 32)}  # BatchNorm, dropout
 
 
-def live(script, checkpoint, at_start=lambda rank: None, check_every=1):
-    """Train two processes for three epochs of six steps, after at_start(rank).
+def train_two(script, checkpoint, *flags, disturb=lambda rank: None, check_every=1):
+    """Train two processes for three epochs of six steps, after disturb(rank).
 
-    Return their End, with their numbers of steps, and the step and the time of the checkpoint.
+    Return their End, with their numbers of steps.
     """
     def setup(module, rank):
         steps = []
-        module.CHECK_EVERY = check_every or module.CHECK_EVERY
+        module.CHECK_EVERY = check_every
         if rank == 1:
             sys.argv[-1] += "-of-rank-1"  # the checkpoint: that of rank 0 is used
-        at_start(rank)
+        disturb(rank)
         at_step(steps.append)
         return steps
 
     end = train_forked(script, SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()),
                        *SCRIPTS[script].no_children, "--batch-size", 6, "--epochs", 3,
-                       "--log-every", 3600, "--checkpoint", checkpoint, nproc=2, setup=setup)
-    return Namespace(**end._asdict(), steps=[len(steps) for steps in end.results],
-                     saved=load_checkpoint(checkpoint)["step"],
-                     save_time=checkpoint.stat().st_ctime)
+                       "--log-every", 3600, *flags, "--checkpoint", checkpoint, nproc=2,
+                       setup=setup)
+    return Namespace(**end._asdict(), steps=[len(steps) for steps in end.results])
 
 
-# --- one run in five lives: SIGINT, SIGTERM, SIGHUP, SIGKILL, and to its end ---
-@pytest.fixture(scope="module", params=CHECKPOINT_SCRIPTS)
-def disturbed(request, tmp_path_factory):
-    """Return script, {what ended a life of its run: it}, its checkpoint, an undisturbed one."""
-    script = request.param
-    folder = tmp_path_factory.mktemp(script)
-    checkpoint = folder / "run.pt"
-    lives = {}
-    live(script, folder / "undisturbed.pt")
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A function that returns the checkpoint of a script's undisturbed run: it trains once."""
+    @functools.cache
+    def checkpoint_of(script):
+        path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
+        end = train_two(script, path)
+        assert end.statuses == [0, 0], f"{script} ends with {end.statuses}\n{end.text}"
+        return path
 
+    return checkpoint_of
+
+
+def assert_stopped(life, step, what):
+    """Fail unless both processes have stopped after this step, the first of them with a line."""
+    expected = [f"stopped by a signal after step {step}", 1]
+    assert life.statuses == expected, (
+        f"{what}: the exit statuses must be {expected}, not {life.statuses}\n{life.text}")
+    assert life.steps == [step, step], (
+        f"{what}: all must stop after step {step}, not after {life.steps}\n{life.text}")
+
+
+def assert_resumes(script, checkpoint, undisturbed, what):
+    """Fail unless the run of a checkpoint ends with the weights of the undisturbed one."""
+    end = train_two(script, checkpoint)
+    assert end.statuses == [0, 0], f"{what}: the resume ends with {end.statuses}\n{end.text}"
+    assert_equal(checkpoint, undisturbed(script), f"{what}, and resumed: the checkpoint")
+
+
+# --- stops ---
+@pytest.mark.parametrize("script, name", [
+    ("cpu_ddp", "SIGINT"), ("cpu_ddp", "SIGTERM"), ("cpu_ddp", "SIGHUP"),
+    ("cifar10_ddp", "SIGTERM"), ("fashionmnist_ddp", "SIGINT")])
+def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
+    """However far apart the log lines are: here, an hour. Saving takes a second longer.
+
+    A launcher ends the others when one process exits: all must wait until rank 0 has saved.
+    """
+    def disturb(rank):
+        os.fsync = lambda descriptor: time.sleep(1)
+        if rank == 1:
+            signal_after(2, signal.Signals[name])
+
+    path = tmp_path / "run.pt"
+    check_every = load_script(script).CHECK_EVERY
+    life = train_two(script, path, disturb=disturb, check_every=check_every)
+    what = f"{name} to one process of {script} after step 2"
+    step = load_checkpoint(path)["step"]
+    assert_stopped(life, step, what)
+    assert step <= 2 + check_every, (
+        f"{what}: it must stop after at most {check_every} more, not after {step}\n{life.text}")
+    early = path.stat().st_ctime - min(life.times)
+    assert early <= 0, f"{what}: a process exited {early:.2f} s before rank 0 had saved"
+    assert_resumes(script, path, undisturbed, what)
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_run_whose_terminal_is_closed_stops_and_saves(script, tmp_path):
+    """The exchange of signals may take as long as a process does not wait for it."""
     def fail_to_write(text):
         raise OSError(errno.EIO, "the terminal is closed")
 
-    def interrupt_with_slow_disk(rank):
-        os.fsync = lambda descriptor: time.sleep(1)
-        if rank == 1:
-            signal_after(2, signal.SIGINT)
+    def close_terminal(count):
+        sys.stdout = Namespace(write=fail_to_write)
 
-    def terminate_in_the_last_step_of_an_epoch(rank):
-        if rank == 0:
-            signal_after(6 - lives["SIGINT"].saved % 6 - 1)
-
-    def hang_up(rank):
-        def close_terminal(count):
-            sys.stdout = Namespace(write=fail_to_write)
-
-        all_reduce = dist.all_reduce  # in the background, it may take until it is waited for
+    def disturb(rank):
+        all_reduce = dist.all_reduce
         dist.all_reduce = lambda tensor, async_op=False: (
             Namespace(wait=lambda: all_reduce(tensor)) if async_op else all_reduce(tensor))
-        if rank == 0:
-            at_step(close_terminal)
-        else:
+        at_step(close_terminal)
+        if rank == 1:
             signal_after(1, signal.SIGHUP)
 
-    def hang_up_with_nohup(rank):
+    life = train_two(script, tmp_path / "run.pt", disturb=disturb)
+    assert_stopped(life, 2, f"SIGHUP to {script}, whose terminal is closed")
+    step = load_checkpoint(tmp_path / "run.pt")["step"]
+    assert step == 2, f"{script}: the terminal is closed: step {step} is saved, not 2\n{life.text}"
+
+
+def test_a_run_under_nohup_ignores_sighup(undisturbed, tmp_path):
+    def disturb(rank):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal_after(2, signal.SIGHUP)
 
-    lives["SIGINT"] = live(script, checkpoint, interrupt_with_slow_disk, check_every=None)
-    lives["SIGTERM"] = live(script, checkpoint, terminate_in_the_last_step_of_an_epoch)
-    lives["SIGHUP"] = live(script, checkpoint, hang_up)
-    live(script, checkpoint, lambda rank: signal_after(3, signal.SIGKILL))
-    lives["end"] = live(script, checkpoint, hang_up_with_nohup)
-    lives["again"] = live(script, checkpoint)
-    return Namespace(script=script, lives=lives, checkpoint=checkpoint,
-                     undisturbed=folder / "undisturbed.pt")
-
-
-def test_a_signal_to_one_process_stops_all_after_the_same_step_which_is_saved(disturbed):
-    """However far apart the log lines are: here, an hour."""
-    check_every = load_script(disturbed.script).CHECK_EVERY
-    most = {"SIGINT": 2 + check_every, "SIGTERM": 6, "SIGHUP": 2}  # steps of this life
-    step = 0
-    for name, last in most.items():
-        life = disturbed.lives[name]
-        what = f"{name} to one process of {disturbed.script}"
-        assert len(set(life.steps)) == 1, (
-            f"{what}: all must stop after the same step, not after {life.steps}\n{life.text}")
-        first = life.steps[0]
-        step += first
-        assert first <= last, (
-            f"{what}: it must stop after at most {last} steps, not after {first}\n{life.text}")
-        assert life.saved == step, (
-            f"{what}: step {step}, the last one, must be saved, not {life.saved}\n{life.text}")
-        stopped = [f"stopped by a signal after step {step}", 1]
-        assert life.statuses == stopped, (
-            f"{what}: the exit statuses must be {stopped}, not {life.statuses}\n{life.text}")
-
-
-def test_all_processes_wait_until_rank_0_has_saved(disturbed):
-    """A launcher ends the others when one process exits. Here, saving takes a second longer."""
-    life = disturbed.lives["SIGINT"]
-    early = life.save_time - min(life.times)
-    assert early <= 0, (
-        f"{disturbed.script}: a process exited {early:.2f} s before rank 0 had saved")
-
-
-def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(disturbed):
-    life = disturbed.lives["SIGTERM"]
-    line = f"epoch {life.saved // 6}/3  test loss"
-    assert life.saved % 6 == 0, f"SIGTERM came before the last step of an epoch: {life.saved}"
-    assert line not in life.text, f"it was stopped before its evaluation\n{life.text}"
-    # Nothing is printed after the first step of this life
-    resumed = disturbed.lives["SIGHUP"].text
-    assert resumed.count(line) == SCRIPTS[disturbed.script].has_test_set, (
-        f"{disturbed.script} resumed at the end of an epoch must evaluate again\n{resumed}")
-
-
-def test_a_resumed_run_has_the_undisturbed_weights(disturbed):
-    life = disturbed.lives["end"]
-    header = f"steps {disturbed.lives['SIGHUP'].saved} to 18\n"
-    assert header in life.text, (
-        f"{disturbed.script} was killed and must resume from its last checkpoint\n{life.text}")
+    life = train_two("cpu_ddp", tmp_path / "run.pt", disturb=disturb)
     assert life.statuses == [0, 0], (
-        f"{disturbed.script}: nohup ignores SIGHUP, but it ends with {life.statuses}\n{life.text}")
-    assert_equal(disturbed.checkpoint, disturbed.undisturbed,
-                 f"{disturbed.script} stopped 3 times, killed and resumed: the checkpoint")
+        f"SIGHUP to a run under nohup, which ignores it, ends it with {life.statuses}\n{life.text}")
 
 
-def test_a_finished_run_trains_no_more(disturbed):
-    life = disturbed.lives["again"]
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(script, undisturbed, tmp_path):
+    path = tmp_path / "run.pt"
+    life = train_two(script, path, disturb=lambda rank: rank == 0 and signal_after(5))
+    what = f"SIGTERM to {script} in the last step of an epoch"
+    assert_stopped(life, 6, what)
+    line = "epoch 1/3  test loss"
+    assert line not in life.text, f"{what}: it evaluates before it stops\n{life.text}"
+    end = train_two(script, path)
+    assert end.text.count(line) == 1, f"{what}: a resume must evaluate epoch 1\n{end.text}"
+    assert_equal(path, undisturbed(script), f"{what}, and resumed: the checkpoint")
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script, tmp_path):
+    """A job that ends with status 1 is requeued."""
+    path = tmp_path / "run.pt"
+    life = train_two(script, path, disturb=lambda rank: rank == 0 and signal_after(17))
+    assert life.statuses == [0, 0], (
+        f"{script}: SIGTERM in the last step: a complete run ends as {life.statuses}\n{life.text}")
+    assert life.text.count("epoch 3/3  ") == 1 + SCRIPTS[script].has_test_set, (
+        f"{script}: SIGTERM in the last step: the last epoch ends without its means\n{life.text}")
+
+
+# --- killed, and finished ---
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_killed_run_has_the_undisturbed_weights_when_it_is_resumed(script, undisturbed, tmp_path):
+    path = tmp_path / "run.pt"
+    train_two(script, path, "--save-every", 0,
+              disturb=lambda rank: rank == 1 and signal_after(8, signal.SIGKILL))
+    step = load_checkpoint(path)["step"]
+    assert step in (7, 8), f"{script}, which saves each step, is killed after 8: {step} is saved"
+    assert_resumes(script, path, undisturbed, f"{script} killed after step 8")
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_finished_run_trains_no_more(script, undisturbed, tmp_path):
+    path = shutil.copy(undisturbed(script), tmp_path)
+    life = train_two(script, path)
     assert (life.steps, life.statuses) == ([0, 0], [0, 0]), (
-        f"{disturbed.script}, started again after its end, trains {life.steps} steps and ends with "
+        f"{script}, started again after its end, trains {life.steps} steps and ends with "
         f"{life.statuses}\n{life.text}")
 
 
