@@ -26,6 +26,7 @@ TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 BEFORE_EPOCHS = 'before "for epoch in range(max("'
 BEFORE_LAST_LINE = 'before "test loss {test_loss"'
 BLOCKS = {
+    "cpu_ddp": [("single process", None)],  # see test_single_to_ddp.py
     "cifar10_ddp": [("use the weights", None)],
     "fashionmnist_ddp": [
         ("own tensors", None),
