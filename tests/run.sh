@@ -22,6 +22,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 quick=(
     tests/test_smoke.py
+    tests/test_flags.py
+    tests/test_real_data.py::test_images_are_downloaded_and_train_or_test
+    tests/test_real_data.py::test_generated_test_samples_are_no_training_samples
     tests/test_repository.py
     tests/test_batches.py
     tests/test_log_lines.py

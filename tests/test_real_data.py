@@ -1,20 +1,143 @@
-"""The scripts train on the real data sets, read from the files that their sites offer."""
+"""The scripts train on the real data sets, downloaded as their sites offer them."""
 
+import functools
 import gzip
+import hashlib
+import io
+import os
 import pickle
 import re
+import socket
+import struct
+import tarfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
-from forked import train_to_end
-from scripts import load_script
-from torchvision.datasets import CIFAR10
+from forked import train_to_end, watch
+from recorder import record_small_model
+from scripts import SCRIPTS, load_script
+from torchvision import datasets
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+DATA_SETS = {"mnist_dp": "MNIST", "cifar10_ddp": "CIFAR10", "fashionmnist_ddp": "FashionMNIST"}
 
 
-def test_fashion_mnist(tmp_path):
+@pytest.fixture
+def site(tmp_path):
+    """A folder, and the address at which a web server offers it."""
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    (tmp_path / "site").mkdir()
+    handler = functools.partial(Handler, directory=tmp_path / "site")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield tmp_path / "site", f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def md5(content):
+    return hashlib.md5(content).hexdigest()
+
+
+def offer_mnist(folder, images, labels):
+    """Write 48 images to train and 12 to test. Return attributes of the data set's class."""
+    resources = []
+    for name, tensor in (("train-images-idx3", images[:48]), ("train-labels-idx1", labels[:48]),
+                         ("t10k-images-idx3", images[48:]), ("t10k-labels-idx1", labels[48:])):
+        tensor = tensor.squeeze(1) if tensor.dim() == 4 else tensor
+        header = struct.pack(f">{1 + tensor.dim()}I", 0x800 + tensor.dim(), *tensor.shape)
+        content = gzip.compress(header + bytes(tensor.flatten().tolist()))
+        (folder / f"{name}-ubyte.gz").write_bytes(content)
+        resources.append((f"{name}-ubyte.gz", md5(content)))
+    return {"resources": resources}
+
+
+def offer_cifar10(folder, images, labels):
+    """Write five batches to train and one to test. Return attributes of the data set's class."""
+    cifar10 = datasets.CIFAR10
+    names = [name for name, _ in cifar10.train_list + cifar10.test_list]
+    parts = zip(images[:48].chunk(5) + (images[48:],), labels[:48].chunk(5) + (labels[48:],))
+    files = {name: {"data": pixels.flatten(1).numpy(), "labels": targets.tolist()}
+             for name, (pixels, targets) in zip(names, parts)}
+    files["batches.meta"] = {"label_names": list("abcdefghij")}
+    sums = {}
+    with tarfile.open(folder / cifar10.filename, "w:gz") as archive:
+        for name, content in files.items():
+            content = pickle.dumps(content)
+            sums[name] = md5(content)
+            member = tarfile.TarInfo(f"{cifar10.base_folder}/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return {"tgz_md5": md5((folder / cifar10.filename).read_bytes()),
+            "train_list": [[name, sums[name]] for name in names[:5]],
+            "test_list": [[name, sums[name]] for name in names[5:]],
+            "meta": {**cifar10.meta, "md5": sums["batches.meta"]}}
+
+
+@pytest.mark.parametrize("script, name", DATA_SETS.items())
+def test_images_are_downloaded_and_train_or_test(script, name, site, tmp_path):
+    """Two processes, and a server with images of the format and the names of the true ones.
+
+    The first channel of an image is its number, which crops and flips do not change.
+    """
+    folder, address = site
+    shape = (60, 3, 32, 32) if name == "CIFAR10" else (60, 1, 28, 28)
+    images = torch.randint(256, shape, dtype=torch.uint8)
+    images[:, 0] = torch.arange(60).view(60, 1, 1)
+    labels = torch.arange(60, dtype=torch.uint8) % 7
+    offer = offer_cifar10 if name == "CIFAR10" else offer_mnist
+    attributes = offer(folder, images, labels)
+    attributes |= {"url": address + datasets.CIFAR10.filename, "mirrors": [address]}
+
+    def setup(module, rank):
+        for attribute, value in attributes.items():
+            setattr(getattr(module, name), attribute, value)
+        os.environ["no_proxy"] = "127.0.0.1"
+        recorder = record_small_model(module, rank)
+        recorder.timeouts = []
+        recorder.timeouts_later = []
+        watch(socket, "create_connection",
+              lambda *_: recorder.timeouts.append(socket.getdefaulttimeout()))
+        watch(module, "evaluate",
+              lambda *_: recorder.timeouts_later.append(socket.getdefaulttimeout()))
+        return recorder
+
+    nproc = 1 + SCRIPTS[script].several_processes
+    ranks = train_to_end(script, "--data-dir", tmp_path / "data", "--epochs", 1, "--batch-size", 6,
+                         *SCRIPTS[script].no_children, nproc=nproc, setup=setup).results
+    trained = [number for rank in ranks for parts in rank.steps for part in parts
+               for number in part.numbers()]
+    tested = {number: (image, label) for rank in ranks for part in rank.evaluations[0]
+              for number, image, label in zip(part.numbers(), *part.batch)}
+    assert sorted(trained) == list(range(48)), f"it trains on {sorted(trained)}, not 0-47"
+    assert sorted(tested) == list(range(48, 60)), f"it tests {sorted(tested)}, not 48-59"
+    for number, (image, label) in tested.items():
+        assert torch.equal(image, images[number]), f"test image {number} has other pixels"
+        assert label == labels[number], f"test image {number} has label {label}"
+    timeouts = [timeout for rank in ranks for timeout in rank.timeouts]
+    assert timeouts and all(timeouts), f"a server that does not answer: it waits {timeouts} s"
+    later = [timeout for rank in ranks for timeout in rank.timeouts_later if timeout]
+    assert not later, f"after the download, sockets of loader processes time out after {later} s"
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if SCRIPTS[name].has_test_set])
+def test_generated_test_samples_are_no_training_samples(script):
+    module = load_script(script)
+    args = module.parse_args([SCRIPTS[script].data_flag, "64"])
+    train, test = ([sample[0].flatten().tolist() for sample in zip(*data)] for data in (
+        getattr(data, "tensors", data) for data in (
+            module.load_data(args, train_set) for train_set in (True, False))))
+    both = sum(sample in train for sample in test)
+    assert len(test) == 16 and both == 0, (
+        f"{script}: of {len(test)} generated test samples, {both} are training samples")
+
+
+def test_fashion_mnist_is_learned(tmp_path):
     """One epoch on the first 4,000 images."""
     if not DEBIAN.exists():
         pytest.skip("requires the real images: apt-get install dataset-fashion-mnist")
@@ -32,27 +155,3 @@ def test_fashion_mnist(tmp_path):
                         "--batch-size", 16, nproc=2, setup=first_images).text
     accuracy = float(re.search(r"test loss [\d.]+  accuracy ([\d.]+)", text)[1])
     assert accuracy > 0.7, f"real images are not learned:\n{text}"
-
-
-def test_cifar10_images_and_labels(tmp_path, monkeypatch):
-    """They reach the model as the files of the site have them: here, with generated images."""
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    module = load_script("cifar10_ddp")
-    images, labels = module.fake_images(120, (3, 32, 32), 0, train_set=True)
-    folder = tmp_path / CIFAR10.base_folder
-    folder.mkdir()
-    classes = list("abcdefghij")
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": classes}))
-    for (name, _), pixels, targets in zip(CIFAR10.train_list + CIFAR10.test_list,
-                                          images.split(20), labels.split(20)):
-        content = {"data": pixels.flatten(1).numpy(), "labels": targets.tolist()}
-        (folder / name).write_bytes(pickle.dumps(content))
-
-    args = module.parse_args(["--data-dir", str(tmp_path)])
-    module.prepare_data(args)
-    data = module.SeededData(args)
-    found = data.count(True), data.count(False), data.classes
-    assert found == (100, 20, classes), f"100 images to train, 20 to test, 10 classes, not {found}"
-    image, label = data[0, 0, False, 7]
-    assert label == labels[107], f"a test image has another label: {label}"
-    assert torch.equal(image, images[107]), "a test image has other channels, rows or columns"
