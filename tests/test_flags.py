@@ -27,7 +27,7 @@ DEFAULTS = [
     ("synthetic_ddp", "samples", 2048, "synthetic_ddp", "of 2048 samples"),
     ("synthetic_ddp", "lr", 0.01, "synthetic_ddp", "accuracy"),
     ("synthetic_ddp", "image_size", 224, "synthetic_ddp", "--model resnet50"),
-    ("synthetic_ddp", "steps", 20, "synthetic_ddp", "step of 20"),
+    ("synthetic_ddp", "steps", 20, "synthetic_ddp", "20 times"),
     *[(script, "seed", 0, ".", "bitwise") for script in SCRIPTS],
     *[(script, "timeout", 600, "slurm", "10 minutes") for script in DDP_SCRIPTS],
     *[(script, "save_every", 5, ".", "`--save-every` minutes (5)")
