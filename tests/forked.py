@@ -2,8 +2,7 @@
 
 They are as torchrun's, on CPUs. Before main() is called, setup(module, rank) may replace what it
 likes in its process: functions of the script's module, those of PyTorch and the system, sys.argv,
-os.environ. What it returns is returned for each rank. It comes after torchrun's variables are set,
-so the real launchers, the start of new interpreters, and what happens at import are not tested.
+os.environ. What it returns is returned for each rank.
 """
 
 import os
@@ -22,9 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def fork(nproc, function):
-    """Call function(rank) in nproc processes with torchrun's variables. Return what they return.
+    """Call function(rank) in nproc processes, and return what they return.
 
-    They hang if none of them has computed anything for 30 seconds.
+    Several have torchrun's variables; one has none, as if python had started it. They hang if none
+    of them has computed anything for 30 seconds.
     """
     import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
     port = free_port()
@@ -35,8 +35,10 @@ def fork(nproc, function):
         torch.multiprocessing.set_start_method(None, force=True)  # as in a new interpreter
         for signum in (signal.SIGINT, signal.SIGHUP):  # nohup and a shell's & ignore them
             signal.signal(signum, signal.SIG_DFL)
-        env = clean_environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=nproc,
-                                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=1)
+        env = clean_environment(OMP_NUM_THREADS=1)
+        if nproc > 1:
+            env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os.environ.clear()
         os.environ.update(env)
         torch.save(function(rank), f"{folder}/{rank}")
@@ -44,7 +46,7 @@ def fork(nproc, function):
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(call, nprocs=nproc, join=False,
                                                         start_method="fork")
-        computed = last_change = 0
+        computed, last_change = 0, time.monotonic()
         try:
             while not context.join(1):  # raises what one has raised
                 before, computed = computed, sum(map(seconds_computed, context.pids()))

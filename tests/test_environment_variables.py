@@ -5,12 +5,14 @@ The functions are equal in all scripts: those of fashionmnist_ddp are tested.
 
 import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
-from scripts import load_script
 import torch
-
+from forked import train_to_end
+from recorder import use_small_model
+from scripts import SCRIPTS, load_script
 
 module = load_script("fashionmnist_ddp")
 
@@ -43,6 +45,24 @@ def test_processes_share_the_cores(environ, monkeypatch, processes, omp, expecte
         environ["OMP_NUM_THREADS"] = omp
     module.configure_cpu()
     assert threads[-1] == expected, f"{why}: {threads[-1]} threads, not {expected}"
+
+
+@pytest.mark.parametrize("script, flags", [
+    *[(script, (SCRIPTS[script].data_flag, 64, "--epochs", 1, *SCRIPTS[script].no_children))
+      for script in SCRIPTS if script != "cpu_ddp"],  # whose steps are too short to be shared
+    ("synthetic_ddp", ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 1))])
+def test_each_script_shares_the_cores(script, flags):
+    """With a second process on this machine, of 8 cores."""
+    def setup(script_module, rank):
+        use_small_model(script_module)
+        threads = []
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        os.sched_getaffinity = lambda pid: set(range(8))
+        torch.set_num_threads = threads.append
+        return threads
+
+    (threads,) = train_to_end(script, *flags, setup=setup).results
+    assert threads == [4], f"{script} with 4 cores sets numbers of threads: {threads}"
 
 
 # ---- ranks ----
@@ -130,6 +150,21 @@ def test_the_device_of_a_process(environ, monkeypatch, count, local_world_size, 
     assert device == expected, f"local rank {local_rank} uses {device} of {count} GPUs"
 
 
+def test_a_process_of_srun_or_torchrun_starts_no_others(environ, monkeypatch):
+    """Here, on a machine with 2 GPUs."""
+    set_gpus(monkeypatch, 2, usable=True)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    started = []
+    monkeypatch.setattr(module, "train", lambda args: started.append("train"))
+    monkeypatch.setattr(module, "spawn", lambda nproc, args: started.append(f"spawn {nproc}"))
+    for variables in (STEP, TORCHRUN, {}):
+        environ.clear()
+        environ.update(variables)
+        module.main()
+    assert started == ["train", "train", "spawn 2"], (
+        f"under srun, torchrun and python, fashionmnist_ddp's main() calls {started}")
+
+
 @pytest.mark.parametrize("usable, local_world_size, call, error", [
     (False, "2", lambda: module.pick_device(0), "cannot use"),  # the driver is too old
     (False, "1", lambda: load_script("mnist_dp").pick_devices(None), "cannot use"),
@@ -140,6 +175,7 @@ def test_the_device_of_a_process(environ, monkeypatch, count, local_world_size, 
 def test_what_two_gpus_cannot_do_is_an_error_line(environ, monkeypatch, usable, local_world_size,
                                                   call, error):
     set_gpus(monkeypatch, 2, usable)
+    monkeypatch.setattr(module.mp, "spawn", lambda *_, **__: pytest.fail("processes are started"))
     environ["LOCAL_WORLD_SIZE"] = local_world_size
     with pytest.raises(SystemExit, match=f"error: .*{error}.*CUDA_VISIBLE_DEVICES="):
         used = call()

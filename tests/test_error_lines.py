@@ -15,6 +15,7 @@ MISTAKES = {  # script, flags, what the error line names; {folder} is empty
     "no samples": ("synthetic_ddp", "--samples 0", "numbers"),
     "an option of sbatch behind the script": ("cpu_ddp", "--time=60", "--time"),
     "no data": ("mnist_dp", "--data-dir {folder}", "--fake-data"),
+    "a folder and generated images": ("cifar10_ddp", "--image-folder a --fake-data", "not allowed"),
     "no folder of images": ("cifar10_ddp", "--image-folder absent", "train/CLASS"),
     "a GPU that is not there": ("mnist_dp", "--device-ids 0 --fake-data", "--device-ids"),
     "no number of a GPU": ("mnist_dp", "--device-ids a", "--device-ids"),

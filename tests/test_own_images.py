@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -93,6 +94,30 @@ def test_all_ranks_use_the_files_of_rank_0(folder, tmp_path):
         f"a file that a machine lacks ends the run with an error that names it\n{end.text}")
 
 
+def test_a_folder_may_be_moved_but_gets_no_other_images(folder, tmp_path):
+    """Here, into a folder whose name begins with a dot."""
+    shutil.copytree(folder, tmp_path / "images")
+    flags = ("--checkpoint", tmp_path / "run.pt")
+    train_to_end("cifar10_ddp", *flags_of(tmp_path / "images", 6, 1), *flags)
+    (tmp_path / ".moved").mkdir()
+    moved = (tmp_path / "images").rename(tmp_path / ".moved/images")
+    train_to_end("cifar10_ddp", *flags_of(moved, 6, 2), *flags)
+    shutil.copy(moved / "train/dog/1.jpg", moved / "train/dog/more.jpg")
+    (status,) = train_forked("cifar10_ddp", *flags_of(moved, 6, 3), *flags).statuses
+    assert "images 12, not 13" in str(status), f"a resume with one image more: {status!r}"
+
+
+def test_test_images_keep_their_proportions(script):
+    """The first channel of an image grows to the right, the second one downwards, equally fast."""
+    rows, columns = torch.meshgrid(torch.arange(60), torch.arange(120), indexing="ij")
+    image = torch.stack([columns, rows, rows]).to(torch.uint8)
+    args = script.parse_args(["--image-folder", "DIR", "--image-size", "28"])
+    found = script.transforms(args, train_set=False)(image)
+    assert found.shape == (3, 28, 28), f"--image-size 28 makes test images {tuple(found.shape)}"
+    spans = [channel.max().item() - channel.min().item() for channel in found[:2]]
+    assert abs(spans[0] - spans[1]) <= 3, f"test images are squeezed: they span {spans} pixels"
+
+
 # --- kinds of image files ---
 def gradient():
     """Return an image of 64 x 64 pixels whose bands differ."""
@@ -127,10 +152,19 @@ def test_image_is_read_as_its_picture_of_8_bits(script, tmp_path, mode, suffix):
     assert found <= limit, f"{mode} in a {suffix} file differs from its picture by {found} levels"
 
 
-@pytest.mark.parametrize("name", ["I.tif", "F.tif", "text.png"])
+def write_tiff_of_12_bits(path):
+    """Write 8 x 8 black pixels as some cameras do: Pillow reads them, and does not write them."""
+    tags = {256: 8, 257: 8, 258: 12, 259: 1, 262: 1, 273: 200, 277: 1, 278: 8, 279: 96}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    path.write_bytes((b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries).ljust(296, b"\0"))
+
+
+@pytest.mark.parametrize("name", ["I.tif", "F.tif", "12 bits.tif", "text.png"])
 def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
     if name == "text.png":
         (tmp_path / name).write_text("no image")
+    elif name == "12 bits.tif":
+        write_tiff_of_12_bits(tmp_path / name)
     else:
         picture_in(name[0])[0].save(tmp_path / name)
     with pytest.raises(RuntimeError) as end:

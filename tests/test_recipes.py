@@ -41,6 +41,31 @@ def test_the_optimizer_of_cifar10():
         assert group["lr"] == 200, f"--lr 6400 with a global batch of 8 is 200, not {group['lr']}"
 
 
+# ---- layers ----
+@pytest.mark.parametrize("script", ["mnist_dp", "fashionmnist_ddp"])
+def test_each_layer_of_the_cnn_is_used(script):
+    module = load_script(script)
+    model = module.CNN(False) if script == "mnist_dp" else module.CNN()
+    used = set()
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda *_, name=name: used.add(name))
+    model(torch.zeros(2, 1, 28, 28))
+    unused = dict(model.named_children()).keys() - used
+    assert not unused, f"{script}: the CNN does not use its layers {unused}"
+
+
+def test_the_two_scripts_of_mnist_train_the_same_cnn():
+    """Their speeds are compared."""
+    one, other = load_script("mnist_dp").CNN(False), load_script("fashionmnist_ddp").CNN()
+    other.load_state_dict(one.state_dict())
+    images = torch.rand(4, 1, 28, 28)
+    outputs = []
+    for model in (one, other):
+        torch.manual_seed(0)
+        outputs.append(model(images))
+    assert torch.equal(*outputs), "mnist_dp and fashionmnist_ddp have different CNNs, or dropouts"
+
+
 # ---- pixels, flips and crops ----
 def inputs_of_model(module, images, training=False):
     """Return what loss_and_correct gives the model."""
@@ -103,5 +128,6 @@ def test_the_model_of_data_parallel_enters_autocast_in_each_thread():
     dtypes = []
     model.fc1.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
     with ThreadPoolExecutor() as pool:
-        pool.submit(model, torch.zeros(1, 1, 28, 28)).result()
+        logits = pool.submit(model, torch.zeros(1, 1, 28, 28)).result()
     assert dtypes == [torch.bfloat16], f"with --bf16, a thread computes in {dtypes[0]}"
+    assert logits.dtype == torch.float32, f"with --bf16, the loss is computed in {logits.dtype}"

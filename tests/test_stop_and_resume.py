@@ -190,8 +190,10 @@ def test_all_ranks_use_the_flags_of_rank_0(script):
                            "--lr", 0.01, *SCRIPTS[script].no_children, nproc=2, setup=setup)
         return [recorder.gradients for recorder in end.results]
 
-    assert_equal(gradients("--lr", "0.5", "--seed", "7", "--epochs", "1"), gradients(),
-                 f"{script}, whose rank 1 was given other flags: the gradients [rank][step]")
+    expected = gradients()
+    assert_equal(gradients(), expected, f"{script}, twice with one seed: gradients [rank][step]")
+    assert_equal(gradients("--lr", "0.5", "--seed", "7", "--epochs", "1"), expected,
+                 f"{script}, whose rank 1 was given other flags: gradients [rank][step]")
 
 
 @pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
@@ -215,15 +217,23 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
         f"{script}: rank 0 prepares the data, then rank 2, and then they load it:\n{text}")
 
 
-def test_a_process_that_hangs_ends_the_others_within_timeout():
+@pytest.mark.parametrize("script, flags", [
+    *[(script, SCRIPTS[script].no_children) for script in DDP_SCRIPTS],
+    ("synthetic_ddp", ("--model", "squeezenet1_1", "--image-size", 32))])
+def test_a_process_that_hangs_ends_the_others_within_timeout(script, flags):
     def hang(count):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for the end of the test
         time.sleep(1000)
 
-    end = train_forked("cpu_ddp", "--epochs", 100000, "--timeout", 5, nproc=2,
-                       setup=lambda module, rank: rank == 0 and at_step(hang))
+    def setup(module, rank):
+        use_small_model(module)
+        if rank == 0:
+            at_step(hang)
+
+    end = train_forked(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8, "--timeout", 4,
+                       *flags, nproc=2, setup=setup)
     assert "Process 1 terminated" in end.text, (
-        f"rank 0 hangs: rank 1 must end with an error after --timeout 5\n{end.text}")
+        f"{script}: rank 0 hangs: rank 1 must end with an error after --timeout 4\n{end.text}")
 
 
 # --- mp.spawn: python train.py --nproc 2 ---
@@ -235,6 +245,7 @@ def start_spawn(checkpoint):
 
 @pytest.mark.parametrize("name, words", [
     ("SIGTERM", "stopped by a signal after step"),  # kill PID
+    ("SIGHUP", "stopped by a signal after step"),  # to python alone, too
     ("SIGINT", "stopped by a signal after step"),  # Ctrl-C: the terminal's, to all processes
     ("SIGKILL", "error: .*SIGKILL"),  # to a worker, by the kernel, where memory is short
 ])
