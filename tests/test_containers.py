@@ -1,4 +1,4 @@
-"""containers/: the image is built, holds the scripts and trains without root; Enroot's images."""
+"""containers/: the image is built, holds the scripts and trains without root; Enroot."""
 
 import os
 import re
@@ -39,6 +39,26 @@ def test_an_enroot_image_is_imported_and_replaces_the_old_one_once_it_is_complet
     assert written == files, f"the folder is to hold {files}, not {written}:\n{done.stderr}"
     succeeds = end in ("", "exit 0")
     assert (done.returncode == 0) == succeeds, f"exit status {done.returncode}:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("gpus, shown", [("", "void"), ("2", "unset")])
+def test_a_container_requests_no_gpus_where_the_job_has_none(gpus, shown, tmp_path):
+    """Else Enroot's hook looks for NVIDIA's tools, since the official image requests all GPUs."""
+    write_program(tmp_path / "srun", 'echo "${NVIDIA_VISIBLE_DEVICES-unset}"')
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
+                 "SLURM_JOB_NAME": "probe", "SLURM_JOB_CPUS_PER_NODE": "2", "SLURM_NNODES": "1",
+                 "SLURM_GPUS_ON_NODE": gpus, "CHECKPOINT": str(tmp_path / "probe.pt")}
+    done = subprocess.run(["bash", "slurm/cpu-container.sbatch"], cwd=ROOT, env=variables,
+                          capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == [shown], (
+        f"with {gpus or 'no'} GPUs, NVIDIA_VISIBLE_DEVICES is to be {shown}:\n{done}")
+
+
+def test_the_dockerfile_has_the_arguments_of_the_page():
+    page = (ROOT / "containers/README.md").read_text()
+    named = set(re.findall(r"--build-arg ([A-Z_]+)=", page))
+    known = set(re.findall(r"^ARG ([A-Z_]+)", lab.DOCKERFILE.read_text(), re.M))
+    assert named == known, f"--build-arg on the page: {named}; ARG in the Dockerfile: {known}"
 
 
 def in_image(*command):

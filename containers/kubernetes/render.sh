@@ -1,30 +1,31 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT-0
 # Fill in a template from environment variables, which ../README.md lists, and print it.
-# The values that it used appear on stderr.
+# The values that it used appear on stderr. After an error, nothing is printed.
 #
 # usage: IMAGE_URI=NAME CLAIM_NAME=NAME bash render.sh TEMPLATE > my-job.yaml
-#
-# Requires envsubst (Debian: gettext-base, Homebrew: gettext).
+# shellcheck disable=SC2034  # the template uses them
 set -euo pipefail
 
 template=$(<"${1:?usage: bash render.sh TEMPLATE > my-job.yaml}")
 
-export SCRIPT=${SCRIPT:-cpu_ddp}
-export JOB_NAME=${JOB_NAME:-${SCRIPT//_/-}}
-export ARGS=${ARGS:-}
-export NUM_NODES=${NUM_NODES:-2}
-export CPU_PER_NODE=${CPU_PER_NODE:-1}
-export GPU_PER_NODE=${GPU_PER_NODE:-0}
+SCRIPT=${SCRIPT:-cpu_ddp}
+JOB_NAME=${JOB_NAME:-${SCRIPT//_/-}}
+ARGS=${ARGS:-}
+NUM_NODES=${NUM_NODES:-2}
+CPU_PER_NODE=${CPU_PER_NODE:-1}
+GPU_PER_NODE=${GPU_PER_NODE:-0}
 
 # One process per GPU, or per CPU where there are no GPUs
 devices=$CPU_PER_NODE
 if [[ $GPU_PER_NODE != 0 ]]; then
     devices=$GPU_PER_NODE
+    # The device plugin sets this variable to the GPUs of the pod.
+    template=$(grep -v NVIDIA_VISIBLE_DEVICES <<<"$template")
 fi
-export WORKERS_PER_NODE=${WORKERS_PER_NODE:-$devices}
+WORKERS_PER_NODE=${WORKERS_PER_NODE:-$devices}
 
-export CHECKPOINT=--checkpoint=/fsx/$JOB_NAME.pt
+CHECKPOINT=--checkpoint=/fsx/$JOB_NAME.pt
 case $SCRIPT in
     mnist_dp) # one process on all GPUs of one pod
         NUM_NODES=1
@@ -40,21 +41,31 @@ for name in NUM_NODES CPU_PER_NODE GPU_PER_NODE WORKERS_PER_NODE; do
         exit 1
     fi
 done
-export MEMORY_PER_NODE=${MEMORY_PER_NODE:-$((4 * WORKERS_PER_NODE))Gi}
+MEMORY_PER_NODE=${MEMORY_PER_NODE:-$((4 * WORKERS_PER_NODE))Gi}
 threads=$((CPU_PER_NODE / WORKERS_PER_NODE))
-export THREADS_PER_WORKER=$((threads > 1 ? threads : 1))
-export BACKOFF_LIMIT=$((20 * NUM_NODES))
-RDZV_ID=$JOB_NAME-$(date +%s)
-export RDZV_ID
+THREADS_PER_WORKER=$((threads > 1 ? threads : 1))
 
-names=$(envsubst --variables "$template" | sort -u)
-for name in $names; do
+# PyTorchJob: where the pods meet, and how often their processes may restart
+RDZV_BACKEND=${RDZV_BACKEND:-c10d}
+RDZV_ID=$JOB_NAME-$(date +%s)
+case $RDZV_BACKEND in
+    c10d) RDZV_HOST=$JOB_NAME-worker-0 RDZV_PORT=23456 MAX_RESTARTS=10 ;;
+    etcd) RDZV_HOST=etcd RDZV_PORT=2379 MAX_RESTARTS=100 ;; # see etcd.yaml
+    *) echo "error: RDZV_BACKEND=$RDZV_BACKEND is neither c10d nor etcd" >&2 && exit 1 ;;
+esac
+BACKOFF_LIMIT=$((20 * NUM_NODES))
+
+manifest=
+used=()
+while [[ $template =~ [$]([A-Z][A-Z0-9_]*) ]]; do
+    name=${BASH_REMATCH[1]}
     if [[ -z ${!name:-} && $name != ARGS && $name != CHECKPOINT ]]; then
         echo "error: export $name, see containers/README.md" >&2
         exit 1
     fi
+    manifest+=${template%%"\$$name"*}${!name}
+    template=${template#*"\$$name"}
+    used+=("$name=${!name}")
 done
-for name in $names; do
-    echo "$name=${!name}" >&2
-done
-envsubst <<<"$template"
+printf '%s\n' "${used[@]}" | sort -u >&2
+printf '%s\n' "$manifest$template"
