@@ -302,7 +302,7 @@ def next_start(cluster, pods, processes=2):
     def has_saved():
         starts = lab.starts_of(pods)
         return len(starts) > count and starts[-1].processes == processes and starts[-1].saved > 0
-    cluster.wait_until(f"start number {count + 1}, of {processes} processes, which saves",
+    cluster.wait_until(f"start {count + 1} of the training, of {processes} processes, to save",
                        has_saved)
     return lab.starts_of(pods)[-2:]
 
