@@ -389,16 +389,16 @@ def running(request, tmp_path_factory):
     chosen = {item.name for item in request.session.items}
     lab.images()
 
-    def run(name, folder):
+    def run_story(name, folder):
         with contextlib.closing(lab.Cluster(folder)) as cluster:
             STORIES[name](cluster)
 
     with ThreadPoolExecutor(3) as pool:
-        yield {name: pool.submit(run, name, tmp_path_factory.mktemp(name))
+        yield {name: pool.submit(run_story, name, tmp_path_factory.mktemp(name))
                for name in STORIES if f"test_story[{name}]" in chosen}
 
 
 @pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 @pytest.mark.parametrize("name", STORIES)
 def test_story(running, name):
-    running[name].result(timeout=900)
+    running[name].result()
