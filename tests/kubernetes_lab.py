@@ -229,7 +229,7 @@ class Pod:
         sh("pkill", "--signal", "KILL", "--newest", "--parent", number)
 
     def stop(self, signal):
-        """Delete the pod with SIGTERM, and SIGKILL if that takes too long, or lose it by SIGKILL."""
+        """Delete the pod with SIGTERM (later with SIGKILL), or lose it by SIGKILL."""
         for signum in (signal, "KILL"):
             # On a busy machine, podman gives up before the container has ended.
             subprocess.run(["podman", "kill", "--signal", signum, self.container],
