@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from launchers import run
+from launchers import GPUS, run
 from scripts import ROOT
 
 PAGE = (ROOT / "cpu_ddp" / "README.md").read_text()
@@ -36,6 +36,10 @@ def single(tmp_path_factory):
     return weights_and_losses(block("python"), tmp_path_factory.mktemp("page") / "single")
 
 
+def difference(weights, others):
+    return max((weights[name].cpu() - others[name]).abs().max().item() for name in others)
+
+
 def test_the_diff_begins_at_the_single_process():
     assert side("-") == block("python"), "the diff changes another loop than the page shows"
 
@@ -44,6 +48,15 @@ def test_the_diff_begins_at_the_single_process():
 def test_several_processes_train_as_one(tmp_path, single, nproc):
     weights, losses = weights_and_losses(side("+"), tmp_path / "ddp", launcher="torchrun",
                                          nproc=nproc)
-    difference = max((weights[name] - single[0][name]).abs().max().item() for name in single[0])
-    assert difference < 1e-6, f"on {nproc} processes, weights differ by {difference}"
+    different = difference(weights, single[0])
+    assert different < 1e-6, f"on {nproc} processes, weights differ by {different}"
     assert losses == single[1], f"on {nproc} processes, other losses are printed"
+
+
+@pytest.mark.skipif(not GPUS, reason="requires a GPU")
+def test_gpus_train_as_one_process(tmp_path, single):
+    weights, _ = weights_and_losses(side("+"), tmp_path / "ddp", launcher="torchrun",
+                                    nproc=len(GPUS), env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
+    assert weights["weight"].is_cuda, "with GPUs, the loop trains on the CPU"
+    different = difference(weights, single[0])
+    assert different < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {different}"
