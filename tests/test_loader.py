@@ -78,16 +78,20 @@ def test_random_transforms_depend_on_seed_epoch_and_index():
 # --- signals ---
 def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms(
         undisturbed, folder, tmp_path):
-    """As Slurm sends it. The loader processes ignore it: training needs them until it has saved."""
+    """SIGTERM as Slurm sends it, and before, to the loader processes alone, Ctrl-C and SIGHUP.
+
+    They ignore them: training needs them until it has saved.
+    """
     def send_to_all(step):
+        for process in mp.active_children():
+            os.kill(process.pid, {1: signal.SIGINT, 2: signal.SIGHUP}.get(step, signal.SIGTERM))
         if step == 4:
-            for pid in (os.getpid(), *(process.pid for process in mp.active_children())):
-                os.kill(pid, signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     flags = flags_of(folder, 2, "--checkpoint", tmp_path / "run.pt", nproc=2)
     end = train_and_wait("cifar10_ddp", *flags, nproc=2, setup=lambda *_: at_step(send_to_all))
     assert end.statuses == ["stopped by a signal after step 5", 1], (
-        f"SIGTERM to training and loader processes: the run must stop and save\n{end.text}")
+        f"signals to training and loader processes: the run must stop and save\n{end.text}")
     train_to_end("cifar10_ddp", *flags, nproc=2)
     assert_equal(tmp_path / "run.pt", undisturbed, "stopped and resumed, the checkpoint")
 
