@@ -5,7 +5,7 @@
     python train.py                          # one process, on a GPU or the CPU
     torchrun --standalone --nproc-per-node=4 train.py     # one process per GPU of this machine
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
     torchrun --standalone --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32
     torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --pretrained --lr 0.02
 
@@ -20,7 +20,8 @@ of "A complete tutorial to run a distributed training on multiple nodes with Pyt
 import argparse
 import contextlib
 import ctypes
-import itertools
+import functools
+import json
 import math
 import os
 import random
@@ -38,6 +39,7 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image, ImageOps
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import models
@@ -54,14 +56,15 @@ def parse_args(flags=None):
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=128, help="images per process at once")
     parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="images per step; None: those of all processes at first")
+                        help="images per step; without it, those of all processes at first start")
     parser.add_argument("--model", default="resnet18", metavar="NAME",
                         choices=models.list_models(module=models),
                         help="a classifier of torchvision.models; tuned for resnet18")
     parser.add_argument("--pretrained", action="store_true", help="torchvision's weights")
     parser.add_argument("--image-size", type=int, metavar="PIXELS",
-                        help="height and width; None: 224, and 32 for resnet18 on CIFAR-10")
-    parser.add_argument("--workers", type=int, default=2, help="loader processes, per process")
+                        help="height and width; without it, 224, or 32 for resnet18 on CIFAR-10")
+    parser.add_argument("--workers", type=int, metavar="N",
+                        help="loader processes; without it 2, on a GPU its share of the cores")
     parser.add_argument("--lr", type=float, default=0.2, help="peak rate of SGD per 256 images")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
@@ -85,7 +88,8 @@ def parse_args(flags=None):
     if any(number is not None and number < 1 for number in numbers):
         parser.error("epochs, batch sizes and other numbers must be at least 1")
     if args.image_size is None:
-        args.image_size = 32 if args.model == "resnet18" and not args.image_folder else 224
+        small = args.model == "resnet18" and not args.image_folder and not args.pretrained
+        args.image_size = 32 if small else 224
     return args
 
 
@@ -93,15 +97,12 @@ def parse_args(flags=None):
 CHECK_EVERY = 1
 
 # A run may be resumed with other values of these flags, but not of the others.
-NO_EFFECT = ("epochs", "batch_size", "bf16", "workers", "data_dir", "checkpoint", "save_every",
-             "log_every", "timeout")
+MAY_CHANGE = ("epochs", "batch_size", "bf16", "workers", "data_dir", "checkpoint", "save_every",
+              "log_every", "timeout")
 
 
-def build_model(args, classes, global_batch, device):
-    """Return the model and its optimizer, whose parameter groups have their peak rates.
-
-    The model maps images (N, 3, size, size) to logits (N, classes).
-    """
+def build_model(args, classes):
+    """Return a model that maps images (N, 3, size, size) to logits (N, classes)."""
     options = {}
     if args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
@@ -113,16 +114,19 @@ def build_model(args, classes, global_batch, device):
         model = models.get_model(args.model, num_classes=classes, **options)
     except (AssertionError, ValueError) as error:
         sys.exit(f"error: {args.model} does not take --image-size {args.image_size}: {error}")
-    if args.model == "resnet18" and args.image_size <= 32:  # the usual stem for small images
-        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    if args.model == "resnet18" and args.image_size <= 32 and not args.pretrained:
+        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # usual for small images
         model.maxpool = nn.Identity()
-    model.to(device, memory_format=torch.channels_last)
+    return model
+
+
+def build_optimizer(args, model, global_batch):
+    """Return the optimizer. Its parameter groups have their peak learning rates."""
     weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": weights, "weight_decay": 5e-4}, {"params": others}]  # biases, norms
-    optimizer = torch.optim.SGD(groups, lr=args.lr * global_batch / 256, momentum=0.9,
-                                nesterov=True, fused=True)
-    return model, optimizer
+    return torch.optim.SGD(groups, lr=args.lr * global_batch / 256, momentum=0.9, nesterov=True,
+                           fused=True)
 
 
 def pretrained_weights(args):
@@ -142,6 +146,8 @@ def load_pretrained(model, weights):
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
                if name in state and state[name].shape == tensor.shape}
+    if not fitting:
+        sys.exit(f"error: no weight fits: they are {list(weights)[:3]}, not {list(state)[:3]}")
     state.update(fitting)
     model.load_state_dict(state)
     others = [name for name in state if name not in fitting]
@@ -160,31 +166,59 @@ def prepare_data(args):
 
 
 def load_data(args, train_set):
-    """Return a data set of pairs (image, label): a PIL image or uint8 (3, H, W), and an integer."""
+    """Return a data set of pairs (image, label), and as its attribute classes their names.
+
+    Images are PIL images or uint8 (3, H, W), labels integers.
+    """
     if args.image_folder:
-        return image_folder(os.path.join(args.image_folder, "train" if train_set else "val"))
+        folder = os.path.join(args.image_folder, "train" if train_set else "val")
+        return image_folder(folder, args.image_size)
     if args.fake_data:
-        return TensorDataset(*fake_images(args.fake_data, (3, 32, 32), args.seed, train_set))
-    return CIFAR10(args.data_dir, train_set)
+        data = TensorDataset(*fake_images(args.fake_data, (3, 32, 32), args.seed, train_set))
+        data.classes = list("0123456789")
+        return data
+    cifar10 = CIFAR10(args.data_dir, train_set)
+    images = torch.from_numpy(cifar10.data).permute(0, 3, 1, 2).contiguous()
+    data = TensorDataset(images, torch.tensor(cifar10.targets))
+    data.classes = cifar10.classes
+    return data
 
 
 def transforms(args, train_set):
     """Return what turns an image into uint8 (3, size, size), at random for training."""
     size = args.image_size
     if args.image_folder and train_set:
-        steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
+        steps = [v2.ToImage(), v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
     elif args.image_folder:
-        steps = [v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
-    elif train_set:
-        crop = v2.RandomCrop(32, padding=4, padding_mode="reflect")
-        steps = [crop, v2.RandomHorizontalFlip(), v2.Resize(size)]
+        steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
+    elif not train_set:
+        steps = [v2.ToImage(), v2.Resize(size)]
     else:
-        steps = [v2.Resize(size)]
-    return v2.Compose([v2.ToImage(), *steps])
+        steps = [shift_and_flip]
+        if size != 32:
+            steps.append(v2.Resize(size))
+    return v2.Compose(steps)
+
+
+REFLECTED = torch.tensor([4, 3, 2, 1, *range(32), 30, 29, 28, 27])  # 4 pixels around 32
+
+
+def shift_and_flip(image, label):
+    """Shift an image (3, 32, 32) by up to 4 pixels at random, and flip it with probability 0.5.
+
+    v2.RandomCrop(32, padding=4, padding_mode="reflect") and a flip take five times as long.
+    """
+    rows = REFLECTED[random.randrange(9):][:32]
+    columns = REFLECTED[random.randrange(9):][:32]
+    if random.random() < 0.5:
+        columns = columns.flip(0)
+    return image[:, rows[:, None], columns], label
 
 
 def normalize(images):
     """Return uint8 images as floats, of about mean 0 and deviation 1 for photographs."""
+    if images.dtype != torch.uint8:
+        raise TypeError("normalize takes uint8: leave ToDtype and Normalize out of transforms")
     return images.sub(115.0).div_(57.0).to(memory_format=torch.channels_last)
 
 
@@ -197,26 +231,29 @@ def loss_and_correct(model, images, labels):
 
 
 # ---- Training ----
+@record  # torchrun then reports the error of the rank that fails first
 def train(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
     checkpoint, weights, sets = {}, {}, None
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
         prepare_data(args)
-        sets = SeededData(args).sets
+        sets = load_sets(args)
         checkpoint = load_checkpoint(args.checkpoint)
         if args.pretrained and not checkpoint:
             weights = pretrained_weights(args)
     configure_cpu()
-    init_process_group(rank, world_size, device, args.timeout)
+    if device.type == "cuda":
+        configure_gpu(device)
+    form_group(rank, world_size, device, args.timeout)
     args, checkpoint = broadcast((args, checkpoint))  # all ranks use those of rank 0
     if args.image_folder:
         sets = broadcast(sets)  # their lists of files: all ranks see the same
     elif local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
-    data = SeededData(args, sets)
-    images, test_images = data.count(True), data.count(False)
+    train_set, test_set = sets or load_sets(args)
+    images, classes = len(train_set), list(train_set.classes)
 
     # A run is defined by its global batch, that of its first start, on any number of processes
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
@@ -229,12 +266,13 @@ def train(args):
     total_steps = args.epochs * steps_per_epoch
 
     torch.manual_seed(args.seed)
-    model, optimizer = build_model(args, len(data.classes), global_batch, device)
+    model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
+    optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {name: value for name, value in vars(args).items() if name not in NO_EFFECT}
-    settings.update(images=images, classes=data.classes, global_batch=global_batch,
-                    image_folder=bool(args.image_folder))  # wherever it is
-    step = restore(checkpoint, settings, model, optimizer)
+    settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
+                            image_folder=bool(args.image_folder))  # wherever it is
+    saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
+    step = restore(checkpoint, settings, saved, total_steps)
     if weights:  # only on rank 0: DDP copies its model to the others
         load_pretrained(model, weights)
     del checkpoint, weights  # second copies
@@ -243,19 +281,31 @@ def train(args):
         ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | {args.model} | global batch {global_batch} of "
-        f"{images} images in {len(data.classes)} classes | steps {step} to {total_steps}")
+        f"{images} images in {len(classes)} classes | steps {step} to {total_steps}")
 
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    keys = batch_keys(args, data, global_batch, step, parts, rank, world_size)
-    loader = iter(DataLoader(data, batch_sampler=keys, num_workers=args.workers,
-                             pin_memory=device.type == "cuda", worker_init_fn=ignore_signals,
-                             timeout=args.timeout if args.workers else 0))
-    test_batches = math.ceil(len(range(rank, test_images, world_size)) / args.batch_size)
+    workers = args.workers
+    if workers is None:
+        workers = min(8, share_of_cores()) if device.type == "cuda" else 2
+    options = {"num_workers": workers, "pin_memory": device.type == "cuda",
+               "worker_init_fn": ignore_signals, "timeout": args.timeout if workers else 0}
+    # One iterator for all epochs: its processes start once, and read ahead during evaluations
+    keys = batch_keys(args, images, global_batch, step, parts, rank, world_size)
+    loader = iter(DataLoader(SeededData(train_set, transforms(args, True)), batch_sampler=keys,
+                             **options))
+    test_keys = [(args.seed, 0, False, index) for index in range(rank, len(test_set), world_size)]
+    test_loader = DataLoader(SeededData(test_set, transforms(args, False)), args.batch_size,
+                             sampler=test_keys, persistent_workers=workers > 0, **options)
+
+    def handler(signum, frame):
+        signals.append(signum)
+        log("signal received: stopping after this step or evaluation")
 
     signals = []
-    handle_signals(lambda signum, frame: signals.append(signum))
+    handle_signals(handler)
     first_step = step + 1
     save_time = time.perf_counter()
+    wait_seconds = 0.0  # for images
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
         loss_sum = correct_sum = count = 0  # of this process in this epoch
@@ -270,7 +320,10 @@ def train(args):
                 group["lr"] = peak_rate * learning_rate(step, total_steps)
             optimizer.zero_grad()
             for part in range(parts):
-                batch = [tensor.to(device, non_blocking=True) for tensor in next(loader)]
+                before = time.perf_counter()
+                batch = next(loader)
+                wait_seconds += time.perf_counter() - before
+                batch = [tensor.to(device, non_blocking=True) for tensor in batch]
                 torch.manual_seed(hash((args.seed, step, rank + part * world_size)))  # of dropout
                 ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
                 with autocast:
@@ -285,19 +338,24 @@ def train(args):
             now = time.perf_counter()
             if step == first_step:  # it takes longer than others
                 start = log_time = now
+                wait_seconds = 0.0
             elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
                 rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  accuracy {correct_sum / count:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "
+                    f"wait {100 * wait_seconds / (now - start):.0f} %  "
                     f"{timedelta(seconds=round((total_steps - step) / rate))} left")
             if exchange:
                 exchange.wait()
-            due = step % steps_per_epoch == 0 or now - save_time >= 60 * args.save_every
+            end_of_epoch = step % steps_per_epoch == 0
+            if end_of_epoch:
+                check_weights(model)
+            due = end_of_epoch or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
                 save_time = now
-                save_checkpoint(args.checkpoint, model, optimizer, settings, step)
+                save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
                 sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
@@ -305,8 +363,7 @@ def train(args):
             loss, accuracy = mean_of_all_ranks([loss_sum, correct_sum], count, device)
             log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}")
         with autocast:
-            batches = itertools.islice(loader, test_batches)
-            test_loss, test_accuracy = evaluate(model, batches, device)
+            test_loss, test_accuracy = evaluate(model, test_loader, device)
         log(f"epoch {epoch + 1}/{args.epochs}  test loss {test_loss:.4f}  "
             f"accuracy {test_accuracy:.4f}  {time.perf_counter() - epoch_time:.1f} s")
     close_group()
@@ -316,32 +373,51 @@ def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
+    training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
         for batch in batches:
-            loss, correct = loss_and_correct(model, *(tensor.to(device) for tensor in batch))
+            batch = [tensor.to(device, copy=True) for tensor in batch]
+            loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
             correct_sum += correct
             count += len(batch[0])
-    model.train()
+    for module in training:
+        module.training = True
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
-def image_folder(folder):
+def load_sets(args):
+    """Return the training set and the test set, or exit if their classes differ."""
+    sets = []
+    for train_set in (True, False):
+        torch.manual_seed(args.seed)  # all ranks, and both calls, split a data set alike
+        sets.append(load_data(args, train_set))
+    if not all(hasattr(data, "classes") for data in sets):
+        sys.exit("error: the data of load_data has no attribute classes: set it to their names")
+    classes, test_classes = (list(data.classes) for data in sets)
+    if classes != test_classes:
+        different = ascii(sorted(set(classes) ^ set(test_classes)) or [classes, test_classes])
+        sys.exit(f"error: training and test data have different classes: {different:.300}")
+    return sets
+
+
+def image_folder(folder, size):
     """Return torchvision's data set of the images in FOLDER/CLASS/ and below, or exit."""
     try:
-        data = ImageFolder(folder, loader=read_image)
+        data = ImageFolder(folder, loader=functools.partial(read_image, size=size))
     except OSError as error:
         refuse(error)
-    files = sum(len(names) for *_, names in os.walk(folder, onerror=refuse, followlinks=True))
-    hidden = [path for path, _ in data.samples if "/." in path[len(folder):]]
+    files = [len(names) for *_, names in os.walk(folder, onerror=refuse, followlinks=True)]
+    hidden = [path for path, _ in data.samples if re.search("/[.@]", path[len(folder):])]
     if hidden:
         refuse(f"delete hidden files such as {hidden[0]}")
     if len(data.classes) == 1:
         refuse(f"the only class in {folder} is {data.classes[0]}")
-    if files > len(data):
-        log(f"{folder}: {files - len(data)} files are not used, by their names no images")
+    if sum(files) > len(data):
+        log(f"{folder}: {files[0]} files beside the folders of classes are not used, and "
+            f"{sum(files[1:]) - len(data)} in them, by their names no images")
     return data
 
 
@@ -349,64 +425,57 @@ def refuse(problem):
     sys.exit(f"error: --image-folder requires DIR/train/CLASS/*, DIR/val/CLASS/*: {problem}")
 
 
-def read_image(path):
-    """Return the image at path as a PIL image in RGB, upright as a viewer shows it."""
+def read_image(path, size):
+    """Return the image at path as a PIL image in RGB, upright, on white if it is transparent.
+
+    It may be smaller than the file's, but a random crop of 8 % of its area still has size pixels.
+    """
     try:
         with Image.open(path) as image:
             deep = image.mode == "I" and image.format not in ("PNG", "PPM")  # those have 16 bits
             if deep or image.mode == "F" or "I;12" in str(image.tile):  # 12 bits, in a TIFF
                 raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
-            ImageOps.exif_transpose(image, in_place=True)  # it also loads the pixels
+            image.draft(None, (4 * size, 4 * size))  # decodes a large JPEG at 1/2, 1/4 or 1/8
+            image.load()
+            with contextlib.suppress(Exception):  # damaged EXIF data: viewers show the image, too
+                ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I"):  # to 8 bits; convert() alone makes it white
                 image = image.convert("I").point(lambda level: level / 257).convert("L")
+            elif "transparency" in image.info or image.mode in ("RGBA", "RGBa", "LA", "PA"):
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
         raise RuntimeError(f"cannot read the image {path}: {error}") from error
 
 
 class SeededData(Dataset):
-    """Pairs (image, label) by (seed, epoch, train_set, index), which seeds the random transforms.
+    """Transformed samples by a key that ends with the index, and seeds the random transforms.
 
     A resumed run repeats them, and they do not depend on the number of processes.
     """
 
-    def __init__(self, args, sets=None):
-        self.sets = sets or {train_set: load_data(args, train_set) for train_set in (True, False)}
-        self.transforms = {train_set: transforms(args, train_set) for train_set in (True, False)}
-        self.classes, test_classes = (getattr(self.sets[train_set], "classes", list("0123456789"))
-                                      for train_set in (True, False))
-        if self.classes != test_classes:
-            different = ", ".join(sorted(set(self.classes) ^ set(test_classes)))
-            refuse(f"train and val have different classes: {different:.200}")
+    def __init__(self, data, transform):
+        self.data = data
+        self.transform = transform
 
     def __getitem__(self, key):
-        _, _, train_set, index = key
         torch.default_generator.manual_seed(hash(key))  # torch.manual_seed takes 80 us
         random.seed(hash(key))
-        return self.transforms[train_set](*self.sets[train_set][index])
-
-    def count(self, train_set):
-        return len(self.sets[train_set])
+        return self.transform(*self.data[key[-1]])
 
 
-def batch_keys(args, data, global_batch, step, parts, rank, world_size):
-    """Yield what this rank reads from step on, as lists of keys of SeededData.
-
-    In each epoch, it reads the parts of its share of each step, and then its share of the test set.
-    """
-    steps_per_epoch = data.count(True) // global_batch
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
+def batch_keys(args, images, global_batch, step, parts, rank, world_size):
+    """Yield the keys of SeededData that this rank reads from step on: a list for each part."""
+    steps_per_epoch = images // global_batch
+    for epoch in range(step // steps_per_epoch, args.epochs):
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
-        order = torch.randperm(data.count(True), generator=shuffle)
+        order = torch.randperm(images, generator=shuffle)
         batches = order.split(global_batch)[:steps_per_epoch]  # what fills no batch is dropped
         for batch in batches[max(0, step - epoch * steps_per_epoch):]:
             for part in range(parts):
                 indices = batch[rank + part * world_size::parts * world_size]
                 yield [(args.seed, epoch, True, index) for index in indices.tolist()]
-        test_share = range(rank, data.count(False), world_size)
-        for first in range(0, len(test_share), args.batch_size):
-            yield [(args.seed, epoch, False, index)
-                   for index in test_share[first:first + args.batch_size]]
 
 
 def ignore_signals(worker):
@@ -417,7 +486,7 @@ def ignore_signals(worker):
 
 def main():
     if sys.platform == "linux":  # forkserver (Python 3.14) keeps the loader's processes alive
-        mp.set_start_method("fork")
+        mp.set_start_method("fork", force=True)
     try:
         train(parse_args())
     finally:  # multiprocessing would wait for the loader's processes, which ignore SIGTERM
@@ -426,24 +495,32 @@ def main():
             process.kill()
 
 
-# Functions of the same name are equal in all scripts of this collection from here on.
+# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
-    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
+    """Return rank, local rank and world size, as torchrun's variables name them.
+
+    In a step of srun with several tasks, set them from Slurm's. Those of a notebook, or of another
+    run, may be left in the shell: there, only torchrun's or more processes than tasks are believed.
+    """
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env and sys.platform == "linux":
+    torchrun = "TORCHELASTIC_RUN_ID" in env
+    if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
-    if "RANK" not in env and (mpi_tasks > tasks or pmix):
+    if not launched and (mpi_tasks > tasks or pmix):
         sys.exit("error: mpirun is not supported: use torchrun, or srun python")
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if "RANK" not in env and tasks > 1 and not shell:  # srun python train.py
+    if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+        if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself
+            env["MASTER_ADDR"] = "".join(first_host.groups())
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
+                   LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
@@ -453,16 +530,25 @@ def pick_device(local_rank):
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
                  "CUDA_VISIBLE_DEVICES= trains on the CPU")
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus > 0 or local_rank >= gpus > 1:
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
+    if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
         sys.exit(f"error: more processes than GPUs ({gpus}); "
                  "CUDA_VISIBLE_DEVICES= trains on the CPU")
     if not gpus:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)  # srun may show a process only its own GPU
+    return torch.device("cuda", 0 if own_gpu else local_rank)
 
 
-def init_process_group(rank, world_size, device, timeout):
-    """Form the group: nccl for tensors on GPUs, gloo for others.
+def configure_gpu(device):
+    """Make this process use this GPU, with its fastest convolutions and matrix products."""
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
+
+
+def form_group(rank, world_size, device, timeout):
+    """Form the process group: nccl for tensors on GPUs, gloo for others.
 
     A lost process is noticed after timeout seconds at the latest.
     """
@@ -470,9 +556,6 @@ def init_process_group(rank, world_size, device, timeout):
     if world_size == 1:
         options["store"] = dist.HashStore()  # a single process needs no port
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
         dist.init_process_group("gloo", **options)
@@ -482,13 +565,18 @@ def configure_cpu():
     """Use this process's share of the cores. Keep freed memory: a fifth more images/s on a CPU."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        cpus = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # not on macOS
-            cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cpus // local_world_size))
+        torch.set_num_threads(share_of_cores())
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def share_of_cores():
+    """Return this process's share of the cores that the processes of this machine may use."""
+    cpus = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cpus = len(os.sched_getaffinity(0))
+    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def broadcast(value):
@@ -520,15 +608,45 @@ def handle_signals(handler):
             signal.signal(signum, handler)
 
 
-def save_checkpoint(path, model, optimizer, settings, step):
-    """Replace the file at path: at any moment, it is the old one or the new one."""
+def run_settings(args, **others):
+    """Return what defines a run, as plain values: flags but those of MAY_CHANGE, and others."""
+    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    for name, value in {**settings, **others}.items():
+        try:
+            settings[name] = json.loads(json.dumps(value))  # as it will be read again
+        except TypeError as error:
+            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
+    return settings
+
+
+def check_weights(model):
+    """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
+    check_finite(model)
+    sums = torch.stack([parameter.detach().abs().sum(dtype=torch.float64)
+                        for parameter in model.parameters()])
+    least = sums.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(sums, dist.ReduceOp.MAX)
+    unequal = (sums - least > 1e-4 * sums).tolist()
+    names = [name for (name, _), differs in zip(model.named_parameters(), unequal) if differs]
+    if names:
+        sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
+                 "not model.module or a method of it; set requires_grad in build_model")
+
+
+def check_finite(model):
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        sys.exit("error: weights are not finite: start over with a lower --lr")
+        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+
+
+def save_checkpoint(path, saved, settings, step):
+    """Replace the file at path: at any moment, it is the old one or the new one."""
+    check_finite(saved["model"])
+    states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:
         with open(temporary, "wb") as file:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                        "settings": settings, "step": step}, file)
+            torch.save({**states, "settings": settings, "step": step}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -544,7 +662,8 @@ def load_checkpoint(path):
     if not path:
         return {}
     try:
-        tempfile.TemporaryFile(dir=os.path.dirname(path)).close()  # fail now, not at the first save
+        folder, name = os.path.split(path)  # fail now, not at the first save
+        tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name}.", suffix=".tmp").close()
         if not os.path.exists(path):
             return {}
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -556,25 +675,30 @@ def load_checkpoint(path):
                  "writable; to start over, name another file")
 
 
-def restore(checkpoint, settings, model, optimizer):
-    """Load the checkpoint, if any, into model and optimizer. Return its step, or 0."""
+def restore(checkpoint, settings, saved, total_steps):
+    """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
     if not checkpoint:
         return 0
-    saved = checkpoint["settings"]
-    different = [f"{name} {saved.get(name)}, not {settings.get(name)}"
-                 for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
+    before = checkpoint["settings"]
+    different = [f"{name} {before.get(name)}, not {settings.get(name)}"
+                 for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    different += [f"no {name}" for name in saved if name not in checkpoint]
     if different:
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    if checkpoint["step"] > total_steps:
+        sys.exit(f"error: {checkpoint['step']} steps are done, more than {total_steps}: "
+                 "raise --epochs")
+    for name, part in saved.items():
+        part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
 
 
 def log(message):
-    """Print on rank 0. If the terminal or pipe is closed, the run goes on, and saves."""
+    """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
+        # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 
 

@@ -5,13 +5,13 @@
     python train.py                          # one process
     torchrun --standalone --nproc-per-node=2 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --kill-on-bad-exit=1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=1 -K1 python train.py
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
 
-To train something else, edit the functions above train(), and its last log line. For GPUs, a test
-set or dropout, copy fashionmnist_ddp.
+To train something else, edit the functions above train(). For GPUs, a test set or dropout, copy
+fashionmnist_ddp.
 
 Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyTorch DDP in 5
 Minutes (CPU)" (Kubernetes) of awsome-distributed-training.
@@ -19,6 +19,7 @@ Minutes (CPU)" (Kubernetes) of awsome-distributed-training.
 import argparse
 import contextlib
 import ctypes
+import json
 import math
 import os
 import re
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -43,7 +45,7 @@ def parse_args(flags=None):
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per process at once")
     parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="samples per step; None: those of all processes at first")
+                        help="samples per step; without it, those of all processes at first start")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
@@ -66,13 +68,16 @@ def parse_args(flags=None):
 CHECK_EVERY = 8
 
 # A run may be resumed with other values of these flags, but not of the others.
-NO_EFFECT = ("epochs", "batch_size", "checkpoint", "save_every", "log_every", "timeout")
+MAY_CHANGE = ("epochs", "batch_size", "checkpoint", "save_every", "log_every", "timeout")
 
 
 def build_model(args):
-    """Return the model and its optimizer, whose parameter groups have their peak rates."""
-    model = nn.Linear(20, 1)
-    return model, torch.optim.SGD(model.parameters(), lr=args.lr)
+    return nn.Linear(20, 1)
+
+
+def build_optimizer(args, model):
+    """Return the optimizer. Its parameter groups have their peak learning rates."""
+    return torch.optim.SGD(model.parameters(), lr=args.lr)
 
 
 def learning_rate(step, total_steps):
@@ -81,12 +86,12 @@ def learning_rate(step, total_steps):
 
 
 def load_data(args):
-    """Return inputs (N, 20), targets (N, 1) with noise of 0.1, and the true weight (1, 20)."""
+    """Return inputs (N, 20), and targets (N, 1): a linear function with noise of 0.1."""
     generator = torch.Generator().manual_seed(args.seed)  # the same data on every rank
     inputs = torch.randn(args.samples, 20, generator=generator)
     true_weight = torch.randn(1, 20, generator=generator)
     noise = 0.1 * torch.randn(args.samples, 1, generator=generator)
-    return inputs, inputs @ true_weight.T + noise, true_weight
+    return inputs, inputs @ true_weight.T + noise
 
 
 def loss_of(model, inputs, targets):
@@ -95,6 +100,7 @@ def loss_of(model, inputs, targets):
 
 
 # ---- Training ----
+@record  # torchrun then reports the error of the rank that fails first
 def train(args):
     rank, _, world_size = setup_environment()
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
@@ -102,7 +108,8 @@ def train(args):
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
     args, checkpoint = broadcast((args, checkpoint))  # all ranks use those of rank 0
-    x, y, true_weight = load_data(args)
+    torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
+    x, y = load_data(args)
 
     # A run is defined by its global batch, that of its first start, on any number of processes
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
@@ -115,19 +122,24 @@ def train(args):
     total_steps = args.epochs * steps_per_epoch
 
     torch.manual_seed(args.seed)
-    model, optimizer = build_model(args)
+    model = build_model(args)
+    optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {name: value for name, value in vars(args).items() if name not in NO_EFFECT}
-    settings.update(global_batch=global_batch)
-    step = restore(checkpoint, settings, model, optimizer)
+    settings = run_settings(args, global_batch=global_batch)
+    saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
+    step = restore(checkpoint, settings, saved, total_steps)
     ddp_model = model
     if world_size > 1:
         ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     log(f"world size {world_size}, threads {torch.get_num_threads()} | torch {torch.__version__} | "
         f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
 
+    def handler(signum, frame):
+        signals.append(signum)
+        log("signal received: stopping after this step or evaluation")
+
     signals = []
-    handle_signals(lambda signum, frame: signals.append(signum))
+    handle_signals(handler)
     first_step = step + 1
     save_time = time.perf_counter()
     for epoch in range(step // steps_per_epoch, args.epochs):
@@ -165,37 +177,46 @@ def train(args):
                     f"{timedelta(seconds=round((total_steps - step) / rate))} left")
             if exchange:
                 exchange.wait()
+            if step % steps_per_epoch == 0:
+                check_weights(model)
             due = step == total_steps or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
                 save_time = now
-                save_checkpoint(args.checkpoint, model, optimizer, settings, step)
+                save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
                 sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
         (loss,) = mean_of_all_ranks([loss_sum], count, "cpu")
         log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}")
-    log(f"largest error of a learned weight: {(model.weight - true_weight).abs().max():.4f}")
     close_group()
 
 
-# Functions of the same name are equal in all scripts of this collection from here on.
+# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
-    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
+    """Return rank, local rank and world size, as torchrun's variables name them.
+
+    In a step of srun with several tasks, set them from Slurm's. Those of a notebook, or of another
+    run, may be left in the shell: there, only torchrun's or more processes than tasks are believed.
+    """
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env and sys.platform == "linux":
+    torchrun = "TORCHELASTIC_RUN_ID" in env
+    if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
-    if "RANK" not in env and (mpi_tasks > tasks or pmix):
+    if not launched and (mpi_tasks > tasks or pmix):
         sys.exit("error: mpirun is not supported: use torchrun, or srun python")
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if "RANK" not in env and tasks > 1 and not shell:  # srun python train.py
+    if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+        if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself
+            env["MASTER_ADDR"] = "".join(first_host.groups())
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
+                   LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
@@ -228,15 +249,45 @@ def handle_signals(handler):
             signal.signal(signum, handler)
 
 
-def save_checkpoint(path, model, optimizer, settings, step):
-    """Replace the file at path: at any moment, it is the old one or the new one."""
+def run_settings(args, **others):
+    """Return what defines a run, as plain values: flags but those of MAY_CHANGE, and others."""
+    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    for name, value in {**settings, **others}.items():
+        try:
+            settings[name] = json.loads(json.dumps(value))  # as it will be read again
+        except TypeError as error:
+            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
+    return settings
+
+
+def check_weights(model):
+    """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
+    check_finite(model)
+    sums = torch.stack([parameter.detach().abs().sum(dtype=torch.float64)
+                        for parameter in model.parameters()])
+    least = sums.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(sums, dist.ReduceOp.MAX)
+    unequal = (sums - least > 1e-4 * sums).tolist()
+    names = [name for (name, _), differs in zip(model.named_parameters(), unequal) if differs]
+    if names:
+        sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
+                 "not model.module or a method of it; set requires_grad in build_model")
+
+
+def check_finite(model):
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        sys.exit("error: weights are not finite: start over with a lower --lr")
+        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+
+
+def save_checkpoint(path, saved, settings, step):
+    """Replace the file at path: at any moment, it is the old one or the new one."""
+    check_finite(saved["model"])
+    states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:
         with open(temporary, "wb") as file:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                        "settings": settings, "step": step}, file)
+            torch.save({**states, "settings": settings, "step": step}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -252,7 +303,8 @@ def load_checkpoint(path):
     if not path:
         return {}
     try:
-        tempfile.TemporaryFile(dir=os.path.dirname(path)).close()  # fail now, not at the first save
+        folder, name = os.path.split(path)  # fail now, not at the first save
+        tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name}.", suffix=".tmp").close()
         if not os.path.exists(path):
             return {}
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -264,25 +316,30 @@ def load_checkpoint(path):
                  "writable; to start over, name another file")
 
 
-def restore(checkpoint, settings, model, optimizer):
-    """Load the checkpoint, if any, into model and optimizer. Return its step, or 0."""
+def restore(checkpoint, settings, saved, total_steps):
+    """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
     if not checkpoint:
         return 0
-    saved = checkpoint["settings"]
-    different = [f"{name} {saved.get(name)}, not {settings.get(name)}"
-                 for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
+    before = checkpoint["settings"]
+    different = [f"{name} {before.get(name)}, not {settings.get(name)}"
+                 for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    different += [f"no {name}" for name in saved if name not in checkpoint]
     if different:
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    if checkpoint["step"] > total_steps:
+        sys.exit(f"error: {checkpoint['step']} steps are done, more than {total_steps}: "
+                 "raise --epochs")
+    for name, part in saved.items():
+        part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
 
 
 def log(message):
-    """Print on rank 0. If the terminal or pipe is closed, the run goes on, and saves."""
+    """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
+        # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 
 

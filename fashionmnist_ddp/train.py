@@ -6,7 +6,7 @@
     python train.py --nproc 2                # two processes
     torchrun --standalone --nproc-per-node=4 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
@@ -18,6 +18,7 @@ Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 import argparse
 import contextlib
 import ctypes
+import json
 import math
 import os
 import re
@@ -33,6 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import FashionMNIST
 
@@ -45,11 +47,12 @@ def parse_args(flags=None):
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=64, help="images per process at once")
     parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="images per step; None: those of all processes at first")
+                        help="images per step; without it, those of all processes at first start")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
-    parser.add_argument("--nproc", type=int, help="processes that python starts; None: one per GPU")
+    parser.add_argument("--nproc", type=int, metavar="N",
+                        help="processes that python starts; without it, one per GPU")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
     parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                         help="train on N generated images")
@@ -73,8 +76,8 @@ def parse_args(flags=None):
 CHECK_EVERY = 8
 
 # A run may be resumed with other values of these flags, but not of the others.
-NO_EFFECT = ("epochs", "batch_size", "bf16", "nproc", "data_dir", "checkpoint", "save_every",
-             "log_every", "timeout")
+MAY_CHANGE = ("epochs", "batch_size", "bf16", "nproc", "data_dir", "checkpoint", "save_every",
+              "log_every", "timeout")
 
 
 class CNN(nn.Module):
@@ -95,10 +98,13 @@ class CNN(nn.Module):
         return self.fc2(self.dropout2(F.relu(self.fc1(x))))
 
 
-def build_model(args, device):
-    """Return the model and its optimizer, whose parameter groups have their peak rates."""
-    model = CNN().to(device, memory_format=torch.channels_last)
-    return model, torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+def build_model(args):
+    return CNN()
+
+
+def build_optimizer(args, model):
+    """Return the optimizer. Its parameter groups have their peak learning rates."""
+    return torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
 
 
 def learning_rate(step, total_steps):
@@ -113,7 +119,10 @@ def prepare_data(args):
 
 
 def load_data(args, train_set):
-    """Return images (N, 1, 28, 28) as uint8 and labels (N,) as int64."""
+    """Return images (N, 1, 28, 28) as uint8 and labels (N,) as int64.
+
+    It is called twice, with equal random numbers.
+    """
     if args.fake_data:
         return fake_images(args.fake_data, (1, 28, 28), args.seed, train_set)
     data = FashionMNIST(args.data_dir, train_set)
@@ -138,6 +147,7 @@ def loss_and_correct(model, images, labels):
 
 
 # ---- Training ----
+@record  # torchrun then reports the error of the rank that fails first
 def train(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
@@ -145,12 +155,16 @@ def train(args):
         prepare_data(args)
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     configure_cpu()
-    init_process_group(rank, world_size, device, args.timeout)
+    if device.type == "cuda":
+        configure_gpu(device)
+    form_group(rank, world_size, device, args.timeout)
     args, checkpoint = broadcast((args, checkpoint))  # all ranks use those of rank 0
     if local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
+    torch.manual_seed(args.seed)  # a random_split in load_data is the same on all ranks, ...
     x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
+    torch.manual_seed(args.seed)  # ... and in both calls
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
                       for tensor in load_data(args, train_set=False))
 
@@ -165,11 +179,12 @@ def train(args):
     total_steps = args.epochs * steps_per_epoch
 
     torch.manual_seed(args.seed)
-    model, optimizer = build_model(args, device)
+    model = build_model(args).to(device, memory_format=torch.channels_last)
+    optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {name: value for name, value in vars(args).items() if name not in NO_EFFECT}
-    settings.update(images=len(x), global_batch=global_batch)
-    step = restore(checkpoint, settings, model, optimizer)
+    settings = run_settings(args, images=len(x), global_batch=global_batch)
+    saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
+    step = restore(checkpoint, settings, saved, total_steps)
     del checkpoint  # a second copy of weights and optimizer
     ddp_model = model
     if world_size > 1:
@@ -179,8 +194,12 @@ def train(args):
         f"steps {step} to {total_steps}")
 
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    def handler(signum, frame):
+        signals.append(signum)
+        log("signal received: stopping after this step or evaluation")
+
     signals = []
-    handle_signals(lambda signum, frame: signals.append(signum))
+    handle_signals(handler)
     first_step = step + 1
     save_time = time.perf_counter()
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
@@ -225,10 +244,13 @@ def train(args):
                     f"{timedelta(seconds=round((total_steps - step) / rate))} left")
             if exchange:
                 exchange.wait()
-            due = step % steps_per_epoch == 0 or now - save_time >= 60 * args.save_every
+            end_of_epoch = step % steps_per_epoch == 0
+            if end_of_epoch:
+                check_weights(model)
+            due = end_of_epoch or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
                 save_time = now
-                save_checkpoint(args.checkpoint, model, optimizer, settings, step)
+                save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
                 sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
@@ -246,23 +268,27 @@ def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
+    training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
         for batch in batches:
-            loss, correct = loss_and_correct(model, *(tensor.to(device) for tensor in batch))
+            batch = [tensor.to(device, copy=True) for tensor in batch]
+            loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
             correct_sum += correct
             count += len(batch[0])
-    model.train()
+    for module in training:
+        module.training = True
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
 def main():
     args = parse_args()
-    setup_environment()
+    *_, world_size = setup_environment()
     nproc = args.nproc or max(1, torch.cuda.device_count())
-    if "RANK" in os.environ or nproc == 1:  # started by torchrun or srun, or alone
+    launched = world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun or srun
+    if launched or nproc == 1:
         train(args)
     else:
         spawn(nproc, args)
@@ -273,7 +299,7 @@ def spawn(nproc, args):
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])  # free at the moment
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE=str(nproc),
-                      LOCAL_WORLD_SIZE=str(nproc))
+                      LOCAL_WORLD_SIZE=str(nproc), SLURM_STEP_NUM_TASKS="1")
     pick_device(0)  # its errors once, not in every process
     workers = mp.spawn(run_worker, (os.getpid(), args), nproc, join=False)
 
@@ -299,24 +325,32 @@ def run_worker(rank, parent, args):
     train(args)
 
 
-# Functions of the same name are equal in all scripts of this collection from here on.
+# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
-    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
+    """Return rank, local rank and world size, as torchrun's variables name them.
+
+    In a step of srun with several tasks, set them from Slurm's. Those of a notebook, or of another
+    run, may be left in the shell: there, only torchrun's or more processes than tasks are believed.
+    """
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env and sys.platform == "linux":
+    torchrun = "TORCHELASTIC_RUN_ID" in env
+    if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
-    if "RANK" not in env and (mpi_tasks > tasks or pmix):
+    if not launched and (mpi_tasks > tasks or pmix):
         sys.exit("error: mpirun is not supported: use torchrun, or srun python")
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if "RANK" not in env and tasks > 1 and not shell:  # srun python train.py
+    if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+        if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself
+            env["MASTER_ADDR"] = "".join(first_host.groups())
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
+                   LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
@@ -326,16 +360,25 @@ def pick_device(local_rank):
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
                  "CUDA_VISIBLE_DEVICES= trains on the CPU")
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus > 0 or local_rank >= gpus > 1:
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
+    if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
         sys.exit(f"error: more processes than GPUs ({gpus}); "
                  "CUDA_VISIBLE_DEVICES= trains on the CPU")
     if not gpus:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)  # srun may show a process only its own GPU
+    return torch.device("cuda", 0 if own_gpu else local_rank)
 
 
-def init_process_group(rank, world_size, device, timeout):
-    """Form the group: nccl for tensors on GPUs, gloo for others.
+def configure_gpu(device):
+    """Make this process use this GPU, with its fastest convolutions and matrix products."""
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
+
+
+def form_group(rank, world_size, device, timeout):
+    """Form the process group: nccl for tensors on GPUs, gloo for others.
 
     A lost process is noticed after timeout seconds at the latest.
     """
@@ -343,9 +386,6 @@ def init_process_group(rank, world_size, device, timeout):
     if world_size == 1:
         options["store"] = dist.HashStore()  # a single process needs no port
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
         dist.init_process_group("gloo", **options)
@@ -355,13 +395,18 @@ def configure_cpu():
     """Use this process's share of the cores. Keep freed memory: a fifth more images/s on a CPU."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        cpus = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # not on macOS
-            cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cpus // local_world_size))
+        torch.set_num_threads(share_of_cores())
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def share_of_cores():
+    """Return this process's share of the cores that the processes of this machine may use."""
+    cpus = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cpus = len(os.sched_getaffinity(0))
+    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def broadcast(value):
@@ -393,15 +438,45 @@ def handle_signals(handler):
             signal.signal(signum, handler)
 
 
-def save_checkpoint(path, model, optimizer, settings, step):
-    """Replace the file at path: at any moment, it is the old one or the new one."""
+def run_settings(args, **others):
+    """Return what defines a run, as plain values: flags but those of MAY_CHANGE, and others."""
+    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    for name, value in {**settings, **others}.items():
+        try:
+            settings[name] = json.loads(json.dumps(value))  # as it will be read again
+        except TypeError as error:
+            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
+    return settings
+
+
+def check_weights(model):
+    """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
+    check_finite(model)
+    sums = torch.stack([parameter.detach().abs().sum(dtype=torch.float64)
+                        for parameter in model.parameters()])
+    least = sums.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(sums, dist.ReduceOp.MAX)
+    unequal = (sums - least > 1e-4 * sums).tolist()
+    names = [name for (name, _), differs in zip(model.named_parameters(), unequal) if differs]
+    if names:
+        sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
+                 "not model.module or a method of it; set requires_grad in build_model")
+
+
+def check_finite(model):
     if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        sys.exit("error: weights are not finite: start over with a lower --lr")
+        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+
+
+def save_checkpoint(path, saved, settings, step):
+    """Replace the file at path: at any moment, it is the old one or the new one."""
+    check_finite(saved["model"])
+    states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:
         with open(temporary, "wb") as file:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                        "settings": settings, "step": step}, file)
+            torch.save({**states, "settings": settings, "step": step}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -417,7 +492,8 @@ def load_checkpoint(path):
     if not path:
         return {}
     try:
-        tempfile.TemporaryFile(dir=os.path.dirname(path)).close()  # fail now, not at the first save
+        folder, name = os.path.split(path)  # fail now, not at the first save
+        tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name}.", suffix=".tmp").close()
         if not os.path.exists(path):
             return {}
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -429,25 +505,30 @@ def load_checkpoint(path):
                  "writable; to start over, name another file")
 
 
-def restore(checkpoint, settings, model, optimizer):
-    """Load the checkpoint, if any, into model and optimizer. Return its step, or 0."""
+def restore(checkpoint, settings, saved, total_steps):
+    """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
     if not checkpoint:
         return 0
-    saved = checkpoint["settings"]
-    different = [f"{name} {saved.get(name)}, not {settings.get(name)}"
-                 for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
+    before = checkpoint["settings"]
+    different = [f"{name} {before.get(name)}, not {settings.get(name)}"
+                 for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    different += [f"no {name}" for name in saved if name not in checkpoint]
     if different:
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    if checkpoint["step"] > total_steps:
+        sys.exit(f"error: {checkpoint['step']} steps are done, more than {total_steps}: "
+                 "raise --epochs")
+    for name, part in saved.items():
+        part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
 
 
 def log(message):
-    """Print on rank 0. If the terminal or pipe is closed, the run goes on, and saves."""
+    """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
+        # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 
 

@@ -33,7 +33,8 @@ def parse_args(flags=None):
     parser.add_argument("--lr", type=float, default=1e-3, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
-    parser.add_argument("--device-ids", type=gpu_numbers, metavar="0,1", help="GPUs; None: all")
+    parser.add_argument("--device-ids", type=gpu_numbers, metavar="0,1",
+                        help="GPUs to use; without it, all")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
     parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                         help="train on N generated images")
@@ -147,28 +148,35 @@ def pick_devices(device_ids):
 @torch.no_grad()
 def evaluate(model, images, labels, batch_size):
     """Return the mean loss and the mean accuracy of the images."""
+    training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = 0
     for x, y in zip(images.split(batch_size), labels.split(batch_size)):
         loss, correct = loss_and_correct(model, x, y)
         loss_sum += loss.double()
         correct_sum += correct.double()
-    model.train()
+    for module in training:
+        module.training = True
     return loss_sum.item() / len(labels), correct_sum.item() / len(labels)
 
 
-# Functions of the same name are equal in all scripts of this collection from here on.
+# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def configure_cpu():
     """Use this process's share of the cores. Keep freed memory: a fifth more images/s on a CPU."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        cpus = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # not on macOS
-            cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cpus // local_world_size))
+        torch.set_num_threads(share_of_cores())
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def share_of_cores():
+    """Return this process's share of the cores that the processes of this machine may use."""
+    cpus = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cpus = len(os.sched_getaffinity(0))
+    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def download(dataset, args):

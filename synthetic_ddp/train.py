@@ -5,7 +5,7 @@
     python train.py                          # one process, on a GPU or the CPU
     torchrun --standalone --nproc-per-node=2 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
     torchrun --standalone --nproc-per-node=4 train.py --model resnet50 --batch-size 64
 
 With --model NAME, nothing is trained: it measures training steps of that classifier of torchvision
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
@@ -86,11 +87,14 @@ def loss_and_correct(model, inputs, labels):
 
 
 # ---- Training ----
+@record  # torchrun then reports the error of the rank that fails first
 def train(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
     configure_cpu()
-    init_process_group(rank, world_size, device, args.timeout)
+    if device.type == "cuda":
+        configure_gpu(device)
+    form_group(rank, world_size, device, args.timeout)
     args = broadcast(args)  # all ranks use those of rank 0
     x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
@@ -137,12 +141,15 @@ def train(args):
 
 
 # ---- Measurement ----
+@record
 def measure(args):
     """Log images/s, step time, the part of it that the exchange of gradients takes, and memory."""
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
     configure_cpu()
-    init_process_group(rank, world_size, device, args.timeout)
+    if device.type == "cuda":
+        configure_gpu(device)
+    form_group(rank, world_size, device, args.timeout)
     args = broadcast(args)  # all ranks use those of rank 0
     options = {}
     if args.model in ("googlenet", "inception_v3"):
@@ -208,40 +215,51 @@ def main():
         train(args)
 
 
-# Functions of the same name are equal in all scripts of this collection from here on.
+# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
+    training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
         for batch in batches:
-            loss, correct = loss_and_correct(model, *(tensor.to(device) for tensor in batch))
+            batch = [tensor.to(device, copy=True) for tensor in batch]
+            loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
             correct_sum += correct
             count += len(batch[0])
-    model.train()
+    for module in training:
+        module.training = True
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
 def setup_environment():
-    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
+    """Return rank, local rank and world size, as torchrun's variables name them.
+
+    In a step of srun with several tasks, set them from Slurm's. Those of a notebook, or of another
+    run, may be left in the shell: there, only torchrun's or more processes than tasks are believed.
+    """
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env and sys.platform == "linux":
+    torchrun = "TORCHELASTIC_RUN_ID" in env
+    if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
-    if "RANK" not in env and (mpi_tasks > tasks or pmix):
+    if not launched and (mpi_tasks > tasks or pmix):
         sys.exit("error: mpirun is not supported: use torchrun, or srun python")
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if "RANK" not in env and tasks > 1 and not shell:  # srun python train.py
+    if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
+        if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself
+            env["MASTER_ADDR"] = "".join(first_host.groups())
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
+                   LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
@@ -251,29 +269,43 @@ def pick_device(local_rank):
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
                  "CUDA_VISIBLE_DEVICES= trains on the CPU")
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus > 0 or local_rank >= gpus > 1:
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
+    if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
         sys.exit(f"error: more processes than GPUs ({gpus}); "
                  "CUDA_VISIBLE_DEVICES= trains on the CPU")
     if not gpus:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)  # srun may show a process only its own GPU
+    return torch.device("cuda", 0 if own_gpu else local_rank)
 
 
 def configure_cpu():
     """Use this process's share of the cores. Keep freed memory: a fifth more images/s on a CPU."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        cpus = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # not on macOS
-            cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cpus // local_world_size))
+        torch.set_num_threads(share_of_cores())
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
 
 
-def init_process_group(rank, world_size, device, timeout):
-    """Form the group: nccl for tensors on GPUs, gloo for others.
+def share_of_cores():
+    """Return this process's share of the cores that the processes of this machine may use."""
+    cpus = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cpus = len(os.sched_getaffinity(0))
+    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def configure_gpu(device):
+    """Make this process use this GPU, with its fastest convolutions and matrix products."""
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
+
+
+def form_group(rank, world_size, device, timeout):
+    """Form the process group: nccl for tensors on GPUs, gloo for others.
 
     A lost process is noticed after timeout seconds at the latest.
     """
@@ -281,9 +313,6 @@ def init_process_group(rank, world_size, device, timeout):
     if world_size == 1:
         options["store"] = dist.HashStore()  # a single process needs no port
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
         dist.init_process_group("gloo", **options)
@@ -312,9 +341,10 @@ def close_group():
 
 
 def log(message):
-    """Print on rank 0. If the terminal or pipe is closed, the run goes on, and saves."""
+    """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
+        # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 
 

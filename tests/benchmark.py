@@ -2,7 +2,7 @@
 """Measure the speed of scripts beside their tutorials' loops, and beside computation alone.
 
     python tests/benchmark.py
-    python tests/benchmark.py --only mnist_dp --bf16
+    python tests/benchmark.py --only mnist_dp --bf16      # on GPUs: some 2 minutes for each
 
 Three programs train the same model on generated data, with the same batch size, processes, threads:
     script    train.py as it is;
@@ -32,6 +32,7 @@ from torchvision import datasets, transforms
 
 BATCH_SIZES = {"mnist_dp": 128, "cifar10_ddp": 128, "fashionmnist_ddp": 64}
 STEPS = {"mnist_dp": 60, "cifar10_ddp": 4, "fashionmnist_ddp": 100}  # of an epoch on a CPU
+GPU_STEPS = {"mnist_dp": 900, "cifar10_ddp": 400, "fashionmnist_ddp": 2000}
 LOADER_WORKERS = {"mnist_dp": 0, "cifar10_ddp": 8, "fashionmnist_ddp": 4}  # of the tutorials
 GPUS = torch.cuda.device_count()
 CORES = len(os.sched_getaffinity(0))
@@ -41,10 +42,14 @@ CORES = len(os.sched_getaffinity(0))
 def build_model(script, module, args, device, global_batch):
     """Return the script's model and optimizer."""
     if script == "cifar10_ddp":
-        return module.build_model(args, 10, global_batch, device)
-    if script == "fashionmnist_ddp":
-        return module.build_model(args, device)
-    model = module.CNN(args.bf16).to(device, memory_format=torch.channels_last)
+        model = module.build_model(args, 10)
+    elif script == "fashionmnist_ddp":
+        model = module.build_model(args)
+    else:
+        model = module.CNN(args.bf16)
+    model.to(device, memory_format=torch.channels_last)
+    if script == "cifar10_ddp":
+        return model, module.build_optimizer(args, model, global_batch)
     return model, torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
 
 
@@ -158,7 +163,7 @@ def speed(program, nproc):
 
 def measure(script, nproc, args):
     """Return for each program a list of its speeds, one for each round."""
-    samples = STEPS[script] * BATCH_SIZES[script] * nproc * (50 if GPUS else 1)
+    samples = (GPU_STEPS if GPUS else STEPS)[script] * BATCH_SIZES[script] * nproc
     flags = ["--fake-data", str(samples), "--batch-size", str(BATCH_SIZES[script])]
     flags += ["--epochs", "2" if script == "mnist_dp" else "1"]
     if args.bf16:
@@ -184,7 +189,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each program")
+    parser.add_argument("--rounds", type=int, default=1 if GPUS else 5,
+                        help="runs of each program")
     parser.add_argument("--nproc", type=int, default=GPUS or 2, help="processes")
     parser.add_argument("--bf16", action="store_true", help="in the scripts, and compute")
     args = parser.parse_args()

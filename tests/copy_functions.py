@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # What a copy of a script edits: different in each script.
-EDITED = {"parse_args", "CNN", "build_model", "learning_rate", "prepare_data", "load_data",
-          "loss_and_correct", "train", "main"}
+EDITED = {"parse_args", "CNN", "build_model", "build_optimizer", "learning_rate", "prepare_data",
+          "load_data", "loss_and_correct", "train", "main"}
 EDITED_IN = {"mnist_dp": {"evaluate"}}  # different in this script alone
 
 

@@ -26,7 +26,7 @@ SCRIPTS = {
     "cpu_ddp": Script(
         learn=("--lr", "0.05"),
         batch_size=16,
-        least_accuracy=0.0,  # it is a regression: test_smoke.py reads its largest error
+        least_accuracy=0.0,  # it is a regression: test_smoke.py reads its loss
         smoke_runs=(("python", 1), ("torchrun", 2)),
         data_flag="--samples",
         has_test_set=False,

@@ -128,7 +128,7 @@ def test_evaluation_uses_the_running_statistics_of_rank_0_and_training_goes_on()
     cpu = torch.device("cpu")
 
     def evaluate(rank):
-        module.init_process_group(rank, 2, cpu, 60)
+        module.form_group(rank, 2, cpu, 60)
         model = nn.BatchNorm1d(4, affine=False)
         model.running_mean += rank
         module.evaluate(model, [], cpu)

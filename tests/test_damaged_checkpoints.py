@@ -32,7 +32,7 @@ def path(script, tmp_path):
 
 def save(script, path, step, model=MODEL):
     optimizer = torch.optim.SGD(model.parameters())
-    script.save_checkpoint(str(path), model, optimizer, SETTINGS, step)
+    script.save_checkpoint(str(path), {"model": model, "optimizer": optimizer}, SETTINGS, step)
 
 
 def error_of(function, *arguments):

@@ -68,11 +68,19 @@ def test_each_script_shares_the_cores(script, flags):
 # ---- ranks ----
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
         "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[07-09]"}
-TORCHRUN = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+BY_HAND = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
+NOTEBOOK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
 @pytest.mark.parametrize("variables, terminal, expected, what", [
     (TORCHRUN, False, (2, 0, 4), "torchrun"),
+    (BY_HAND, False, (2, 0, 4), "variables set by hand"),
+    (NOTEBOOK, False, (0, 0, 1), "variables that a notebook left"),
+    (STEP | NOTEBOOK, False, (5, 1, 8), "a step of srun, with variables that a notebook left"),
+    (STEP | BY_HAND, False, (5, 1, 8), "a step of srun, with variables of another run"),
+    (STEP | BY_HAND | {"WORLD_SIZE": "16"}, False, (2, 0, 16),
+     "processes that each task of a step has started"),
     (STEP, False, (5, 1, 8), "a step of srun"),
     (STEP, True, (5, 1, 8), "a step of srun whose first task has a terminal"),
     (STEP | TORCHRUN, False, (2, 0, 4), "torchrun in a step of srun"),

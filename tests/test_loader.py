@@ -60,13 +60,14 @@ def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, 
     started = train_to_end("cifar10_ddp", *flags, nproc=2, setup=note_processes).results
     assert_equal(tmp_path / "run.pt", undisturbed, "with loader processes, the checkpoint")
     counts = [len(of_rank) for of_rank in started]
-    assert counts == [3, 3], f"--workers 3: in 2 epochs, ranks start {counts} loader processes"
+    assert counts == [6, 6], (
+        f"--workers 3 and two loaders: in 2 epochs, ranks start {counts} loader processes, not 6")
 
 
 def test_random_transforms_depend_on_seed_epoch_and_index():
     module = load_script("cifar10_ddp")
-    data = module.SeededData(module.parse_args(["--fake-data"]))
-    data.transforms[True] = lambda image, label: [torch.rand(1).item(), random.random()]
+    data = module.SeededData([(None, None)] * 4,
+                             lambda image, label: [torch.rand(1).item(), random.random()])
     key = (0, 1, True, 2)
     numbers = data[key]
     assert data[key] == numbers, "the random numbers of torch or Python are not those of the key"
@@ -100,8 +101,8 @@ def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms
 def test_run_is_stopped_while_its_loader_processes_are_busy(folder, tmp_path):
     """They would read a test image each for longer than train_forked() waits."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
-        'before "return self.transforms[train_set]"',
-        "if not train_set and index % 4 == 0:\n    time.sleep(150)"))
+        'before "return self.transform("',
+        "if not key[2] and key[3] % 4 == 0:\n    time.sleep(150)"))
     end = train_and_wait(copy, *flags_of(folder, 2),
                          setup=lambda *_: at_step(lambda step: signal.raise_signal(signal.SIGTERM)))
     assert "stopped by a signal after step " in str(end.statuses), (

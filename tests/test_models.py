@@ -18,12 +18,12 @@ def test_a_step_gives_all_ranks_the_same_gradients(name):
     assert found == default, f"{name}: images of {found} pixels by default, not {default}"
     args = module.parse_args(["--model", name, "--image-size", str(size)])
     torch.manual_seed(0)
-    model, _ = module.build_model(args, 10, 4, CPU)
+    model = module.build_model(args, 10)
 
     def step(rank):
-        module.init_process_group(rank, 2, CPU, 60)
+        module.form_group(rank, 2, CPU, 60)
         images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)  # others on each rank
-        images = torch.stack([module.transforms(args, True)(image) for image in images])
+        images = torch.stack([module.transforms(args, True)(image, 0)[0] for image in images])
         assert images.shape == (2, 3, size, size), f"--image-size {size}: {images.shape}"
         ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         module.loss_and_correct(ddp_model, images, torch.tensor([3, rank]))[0].backward()

@@ -155,7 +155,7 @@ from pathlib import Path
 results = []
 for label, name in enumerate(args.classes):
     for path in Path("DIR/val", name).iterdir():
-        image = transforms(args, train_set=False)(read_image(path))
+        image = transforms(args, train_set=False)(read_image(path, args.image_size))
         logits = model(normalize(image.unsqueeze(0)))[0]
         results.append([-logits.log_softmax(0)[label], logits.argmax() == label])
 print(*torch.tensor(results).mean(0).tolist())

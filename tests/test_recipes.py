@@ -31,7 +31,8 @@ def test_the_optimizer_of_cifar10():
     """The peak rate is for 256 images. Weights decay, but biases and norms do not."""
     module = load_script("cifar10_ddp")
     args = module.parse_args(["--lr", "6400"])
-    model, optimizer = module.build_model(args, 10, 8, torch.device("cpu"))
+    model = module.build_model(args, 10)
+    optimizer = module.build_optimizer(args, model, 8)
     decay = {parameter: group["weight_decay"]
              for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
@@ -102,7 +103,7 @@ def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
     torch.manual_seed(0)
     rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
     image = torch.stack([columns, rows, 0 * rows]).to(torch.uint8)
-    crops = torch.stack([transform(image) for _ in range(2000)])
+    crops = torch.stack([transform(image, 0)[0] for _ in range(2000)])
     flipped = crops[:, 0, 16, 16] > crops[:, 0, 16, 17]
     assert 900 < flipped.sum() < 1100, f"of 2000 images {flipped.sum()} are flipped, not half"
     places = set(map(tuple, crops[~flipped, :2, 16, 16].tolist()))

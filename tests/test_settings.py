@@ -21,15 +21,15 @@ def run_once(script, path, *flags, nproc=1):
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
 def test_a_run_is_defined_by_all_flags_that_change_its_weights(script, tmp_path):
-    """A flag that is added is among them, unless it is named in NO_EFFECT, and here."""
+    """A flag that is added is among them, unless it is named in MAY_CHANGE, and here."""
     path = tmp_path / "run.pt"
     run_once(script, path)
     settings = load_checkpoint(path)["settings"]
     flags = vars(load_script(script).parse_args([]))
     missing = flags.keys() - CHANGE_NO_WEIGHTS - settings.keys()
-    assert not missing, f"{script}: a run may be resumed with another {missing}, see NO_EFFECT"
+    assert not missing, f"{script}: a run may be resumed with another {missing}, see MAY_CHANGE"
     free = settings.keys() & CHANGE_NO_WEIGHTS
-    assert not free, f"{script}: a run cannot be resumed with another {free}, see NO_EFFECT"
+    assert not free, f"{script}: a run cannot be resumed with another {free}, see MAY_CHANGE"
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
