@@ -31,7 +31,8 @@ def edit(text, place, code):
     around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)
               and node.lineno <= numbers[0] <= node.end_lineno]
     node = max(around, key=lambda node: node.lineno)
-    first, last = node.lineno - 1, node.end_lineno
+    first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])]) - 1
+    last = node.end_lineno
     replaced = {"before": slice(first, first), "after": slice(last, last),
                 "instead of": slice(first, last)}
     lines[replaced[how]] = textwrap.indent(code, node.col_offset * " ")

@@ -25,13 +25,20 @@ class Branches(nn.Module):
         return tuple(head(images) for head in heads)
 
 
-def build_model(args, classes, global_batch, device):
-    model = Branches().to(device)
-    return model, torch.optim.AdamW(model.parameters(), lr=args.lr)
+def build_model(args, classes):
+    return Branches()
+
+
+def build_optimizer(args, model, global_batch):
+    return torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+
+class Samples(list):
+    classes = ["below", "above"]
 
 
 def load_data(args, train_set):
-    samples = []
+    samples = Samples()
     torch.manual_seed(0)
     for index in range(48 if train_set else 12):
         image = torch.randint(256, (3, 32, 32), dtype=torch.uint8)

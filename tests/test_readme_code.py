@@ -1,4 +1,4 @@
-"""Code of the pages does what they say."""
+"""Code of the pages does what they say, in the scripts where people put it."""
 
 import argparse
 import functools
@@ -6,16 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn as nn
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
-from forked import train_to_end
+from forked import train_to_end, train_until, watch
 from image_folder import write_images
 from launchers import clean_environment
-from recorder import Recorder, record_small_model
+from recorder import Recorder, record_small_model, use_small_model
 from scripts import ROOT, SCRIPTS, load_script
 
 FLAGS = ("--fake-data", 96, "--batch-size", 8, "--epochs")
@@ -23,17 +24,33 @@ TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 
 
 # The Python blocks of a page, in order: name, and place in a copy of the script (see copies.py).
+BEFORE_RESTORE = 'before "step = restore("'
 BEFORE_EPOCHS = 'before "for epoch in range(max("'
 BEFORE_LAST_LINE = 'before "test loss {test_loss"'
+AFTER_LAST_LINE = 'after "test loss {test_loss"'
 BLOCKS = {
     "cpu_ddp": [("single process", None)],  # see test_single_to_ddp.py
-    "cifar10_ddp": [("use the weights", None)],
+    "cifar10_ddp": [
+        ("damaged images", None),
+        ("own data set", None),
+        ("write shards", None),
+        ("shards", None),
+        ("last layer first", None),
+        ("last layer first", 'before "optimizer.zero_grad()"'),
+        ("use the weights", None),
+    ],
     "fashionmnist_ddp": [
         ("own tensors", None),
+        ("validation set", None),
         ("clipping", 'before "optimizer.step()"'),
-        ("compile", 'before "return model, torch.optim.Adam"'),
-        ("best weights", BEFORE_EPOCHS),
+        ("compile", 'before "ddp_model = model"'),
+        ("state", None),
+        ("best weights", BEFORE_RESTORE),
         ("best weights", BEFORE_LAST_LINE),
+        ("early stop", BEFORE_RESTORE),
+        ("early stop", AFTER_LAST_LINE),
+        ("average", BEFORE_RESTORE),
+        ("average", 'after "optimizer.step()"'),
         ("F1", None),
         ("F1", 'before "return loss, (logits"'),
         ("F1", BEFORE_LAST_LINE),
@@ -41,6 +58,7 @@ BLOCKS = {
         ("TensorBoard", BEFORE_LAST_LINE),
     ],
 }
+both_scripts = pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
 
 
 def code_blocks(folder):
@@ -49,10 +67,10 @@ def code_blocks(folder):
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-def edits(script, name):
-    """Return the pairs (place, code) of the blocks with this name on a script's page."""
-    return [(place, code) for (block_name, place), code in zip(BLOCKS[script], code_blocks(script))
-            if block_name == name]
+def edits(page, *names):
+    """Return the pairs (place, code) of the blocks with these names on a script's page."""
+    return [(place, code) for (name, place), code in zip(BLOCKS[page], code_blocks(page))
+            if name in names]
 
 
 @pytest.mark.parametrize("folder", [".", "containers", "slurm", "tests", *SCRIPTS])
@@ -67,23 +85,62 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def finish_copy(name, *flags, **how):
-    """Train with a copy of fashionmnist_ddp that has the page's edits of this name."""
-    copy = make_copy("fashionmnist_ddp", "my.py", *edits("fashionmnist_ddp", name))
-    return train_to_end(copy, *flags, **how)
+def copy_with(script, *names):
+    """Write my.py, a copy of a script with the blocks of these names, and return its flags."""
+    page = "cifar10_ddp" if names[0] in dict(BLOCKS["cifar10_ddp"]) else "fashionmnist_ddp"
+    make_copy(script, "my.py", *edits(page, *names))
+    return SCRIPTS[script].no_children
 
 
+# ---- fashionmnist_ddp/README.md ----
 def test_own_tensors_are_learned():
     for name, count in (("train.pt", 1024), ("test.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
         torch.save((inputs, inputs[:, :3].argmax(1)), name)
-    text = finish_copy("own tensors", "--batch-size", 16, "--lr", 0.01, "--epochs", 3, nproc=2).text
+    copy_with("fashionmnist_ddp", "own tensors")
+    flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 3)
+    text = train_to_end("my.py", *flags, nproc=2).text
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
     assert accuracy > 0.8, f"the copy of the page does not learn its tensors:\n{text}"
 
 
-def test_clipping_limits_the_norm_of_the_averaged_gradients():
-    ranks = finish_copy("clipping", *FLAGS, 1, nproc=2, setup=Recorder).results
+def test_the_validation_set_has_no_training_images():
+    """64 images to train on, and 5,000 to validate, with their numbers in two pixels."""
+    images = torch.zeros(5064, 28, 28, dtype=torch.uint8)
+    images[:, 0, 0] = torch.arange(5064) // 256
+    images[:, 0, 1] = torch.arange(5064) % 256
+    fashion_mnist = torch.utils.data.TensorDataset(images)
+    fashion_mnist.data = images
+    fashion_mnist.targets = torch.arange(5064) % 10
+
+    def setup(module, rank):
+        module.FashionMNIST = lambda folder, train: fashion_mnist
+        return record_small_model(module, rank)
+
+    def numbers(parts):
+        pixels = [part.batch[0][:, 0, 0, :2].long() for part in parts]
+        return {256 * high + low for high, low in torch.cat(pixels).tolist()}
+
+    copy_with("fashionmnist_ddp", "validation set")
+    flags = ("--fake-data", "--batch-size", 16, "--epochs", 1)
+    ranks = train_to_end("my.py", *flags, nproc=2, setup=setup).results
+    trained = set.union(*[numbers(parts) for recorder in ranks for parts in recorder.steps])
+    validated = set.union(*[numbers(recorder.evaluations[0]) for recorder in ranks])
+    assert not trained & validated, "the copy of the page validates with images of the training"
+    assert len(trained | validated) == 5064, "the copy of the page does not use all images"
+
+
+@both_scripts
+def test_clipping_limits_the_norm_of_the_averaged_gradients(script):
+    def setup(module, rank):
+        use_small_model(module)
+        loss_and_correct = module.loss_and_correct
+        module.loss_and_correct = lambda *batch: tuple(
+            10 * total for total in loss_and_correct(*batch))
+        return Recorder(module, rank)
+
+    flags = copy_with(script, "clipping")
+    ranks = train_to_end("my.py", *FLAGS, 1, *flags, nproc=2, setup=setup).results
     norms = [gradient.norm().item() for recorder in ranks for gradient in recorder.gradients]
     assert max(norms) == pytest.approx(1.0, abs=0.01), f"clipped to 1.0, gradients are of {norms}"
 
@@ -93,44 +150,127 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_original(tmp_path):
     def setup(module, rank):
         torch.compile = functools.partial(torch.compile, backend="eager")  # of this process
 
-    finish_copy("compile", *FLAGS, 1, "--checkpoint", tmp_path / "run.pt", nproc=2, setup=setup)
+    copy_with("fashionmnist_ddp", "compile")
+    flags = (*FLAGS, 1, "--checkpoint", tmp_path / "run.pt")
+    train_to_end("my.py", *flags, nproc=2, setup=setup)
     names = list(load_checkpoint(tmp_path / "run.pt")["model"])
     original = list(load_script("fashionmnist_ddp").CNN().state_dict())
     assert names == original, f"the checkpoint of the compiled model has other names: {names}"
 
 
-def test_the_best_weights_are_those_of_the_best_epoch():
-    """The accuracies of the test set are given: the second epoch of three is the best."""
-    def setup(module, rank):
-        accuracies = iter([0.5, 0.9, 0.7])
-        states = []
+class Scores:
+    """Evaluate to the norm of the weights and the accuracy that is given for the epoch, as numpy's.
+
+    A setup for train_forked(), with the small model.
+    """
+
+    def __init__(self, accuracies, steps_per_epoch=6):
+        self.accuracies = torch.tensor(accuracies).numpy()
+        self.steps_per_epoch = steps_per_epoch
+
+    def __call__(self, module, rank):
+        use_small_model(module)
+        steps = []
+        states = []  # the weights at each evaluation
 
         def evaluate(model, *_):
             states.append({name: value.clone() for name, value in model.state_dict().items()})
-            return 1.0, next(accuracies)
+            norm = sum(parameter.double().norm().item() for parameter in model.parameters())
+            return norm, self.accuracies[steps[-1] // self.steps_per_epoch]
 
+        watch(module, "learning_rate", lambda step, total_steps: steps.append(step))
         module.evaluate = evaluate
         return states
 
-    ranks = finish_copy("best weights", *FLAGS, 3, nproc=2, setup=setup).results
-    best = torch.load("best.pt")
-    assert best["accuracy"] == 0.9, f"the best of 0.5, 0.9, 0.7 is not {best['accuracy']}"
+
+@both_scripts
+def test_the_best_weights_are_those_of_the_best_epoch(script):
+    flags = copy_with(script, "state", "best weights")
+    ranks = train_to_end("my.py", *FLAGS, 3, *flags, nproc=2, setup=Scores([0.5, 0.9, 0.7])).results
+    best = load_checkpoint("best.pt")
     assert_equal(dict(best["model"]), ranks[0][1], "best.pt")
-    settings = best.get("settings", {})
-    assert "fake_data" in settings, f"best.pt has no settings to build its model by: {list(best)}"
+    assert "fake_data" in best["settings"], "best.pt has no settings to build its model by"
 
 
-def test_f1_is_that_of_the_test_images_of_all_ranks():
-    ranks, _, _, text = finish_copy("F1", *FLAGS, 2, nproc=3, setup=record_small_model)
+@both_scripts
+def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
+    flags = copy_with(script, "state", "early stop")
+    accuracies = [0.5, 0.9, 0.7, 0.8, 0.9, 0.6, 0.9, 1.0, 1.0]  # the second epoch is the best
+    text = train_to_end("my.py", *FLAGS, 9, *flags, nproc=2, setup=Scores(accuracies)).text
+    epochs = len(re.findall("test loss", text))
+    assert epochs == 7, f"after five epochs that are not better, it must stop, not in {epochs}"
+
+
+@both_scripts
+def test_the_average_is_that_of_the_weights_after_each_step(script, tmp_path):
+    def setup(module, rank):
+        use_small_model(module)
+        weights = []
+        watch(torch.optim.swa_utils.AveragedModel, "update_parameters", lambda ema, model:
+              weights.append(model.linear.weight.detach().double().clone()))
+        return weights
+
+    flags = copy_with(script, "average")
+    flags = (*FLAGS, 1, "--lr", 1, *flags, "--checkpoint", tmp_path / "run.pt")
+    weights = train_to_end("my.py", *flags, nproc=2, setup=setup).results[0]
+    expected = weights[0]
+    for after_step in weights[1:]:
+        expected = 0.999 * expected + 0.001 * after_step
+    average = load_checkpoint(tmp_path / "run.pt")["ema"]["module.linear.weight"]
+    assert len(weights) == 6, f"the average is updated {len(weights)} times in 6 steps"
+    assert torch.allclose(average.double(), expected, atol=1e-6), "the average is another one"
+
+
+@both_scripts
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_the_blocks_save_survives_a_stop(script, nproc, tmp_path, monkeypatch):
+    """All in one copy, tested by the average. Stopped in the fourth of nine epochs of 6 steps."""
+    flags = copy_with(script, "state", "best weights", "early stop", "average")
+    text = Path("my.py").read_text()
+    assert text.count("evaluate(model, ") == 1 + text.count("def evaluate(model, ")
+    Path("my.py").write_text(text.replace(" = evaluate(model, ", " = evaluate(ema.module, "))
+    flags = (*FLAGS, 9, "--global-batch", 16, "--lr", 0.5, *flags, "--checkpoint")
+    setup = Scores([0.5, 0.9, 0.7, 0.8, 0.6, 0.7, 0.6, 1.0, 1.0])
+    lines = {}
+    for name in ("whole", "resumed"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "resumed":
+            train_until("../my.py", *flags, "run.pt", nproc=nproc, after=20, setup=setup)
+        text = train_to_end("../my.py", *flags, "run.pt", nproc=nproc, setup=setup).text
+        lines[name] = re.findall(r"^epoch (\d/\d  test loss [-\d.]+  accuracy [\d.]+)", text,
+                                 re.MULTILINE)
+    assert lines["resumed"] == lines["whole"][3:], (
+        f"after a resume in epoch 4, other test lines:\n{lines['resumed']}\n{lines['whole']}")
+    for name in ("run.pt", "best.pt"):
+        assert_equal(tmp_path / "whole" / name, tmp_path / "resumed" / name, name)
+
+
+@both_scripts
+def test_f1_is_that_of_the_test_images_of_all_ranks(script):
+    """Of images of three classes: a model with ten outputs may choose others, too."""
+    def setup(module, rank):
+        fake_images = module.fake_images
+
+        def three_classes(*arguments):
+            images, labels = fake_images(*arguments)
+            return images, labels % 3
+
+        module.fake_images = three_classes
+        return record_small_model(module, rank)
+
+    flags = copy_with(script, "F1")
+    ranks, _, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=3, setup=setup)
     expected = []
     for evaluations in zip(*(recorder.evaluations for recorder in ranks)):
         parts = sum(evaluations, [])
-        found = F.one_hot(torch.cat([part.outputs for part in parts]).argmax(1), 10)
-        labels = F.one_hot(torch.cat([part.batch[-1] for part in parts]), 10)
-        right = (found * labels).sum(0)
-        precision, recall = right / found.sum(0), right / labels.sum(0)
-        scores = 2 * precision * recall / (precision + recall)
-        expected.append(scores.nan_to_num().mean().item())
+        found = torch.cat([part.outputs for part in parts]).argmax(1).tolist()
+        labels = torch.cat([part.batch[-1] for part in parts]).tolist()
+        scores = []
+        for name in set(found + labels):
+            right = sum(pair == (name, name) for pair in zip(found, labels))
+            scores.append(2 * right / (found.count(name) + labels.count(name)))
+        expected.append(sum(scores) / len(scores))
     printed = [float(number) for number in re.findall(r"^F1 ([\d.]+)$", text, re.MULTILINE)]
     assert printed == pytest.approx(expected, abs=1e-4), (
         f"F1 of the test images of all ranks is {expected}:\n{text}")
@@ -143,13 +283,110 @@ def test_tensorboard_gets_the_accuracies_that_rank_0_logs(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", argparse.Namespace(
         SummaryWriter=lambda folder: argparse.Namespace(add_scalar=add_scalar)))
-    text = finish_copy("TensorBoard", *FLAGS, 2, nproc=2).text
+    copy_with("fashionmnist_ddp", "TensorBoard")
+    text = train_to_end("my.py", *FLAGS, 2, nproc=2, setup=use_small_model).text
     written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
     assert written == re.findall(TEST_LINE, text), (
         f"TensorBoard gets other values than those of the test lines:\n{text}")
 
 
-# --- cifar10_ddp/README.md: the trained weights ---
+# ---- cifar10_ddp/README.md ----
+def run_code(name, extra=""):
+    """Run a block that is no edit, at the top of the repository. Return what it prints."""
+    ((_, code),) = edits("cifar10_ddp", name)
+    process = subprocess.run([sys.executable, "-c", code + extra], capture_output=True, text=True,
+                             env=clean_environment(PYTHONPATH=ROOT))
+    assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
+    return process.stdout
+
+
+def test_all_damaged_images_are_printed():
+    write_images(Path("DIR"), train=4, val=4)
+    damaged = ["DIR/train/cat/0.png", "DIR/train/dog/1.jpg", "DIR/val/dog/1.jpg"]
+    for path in damaged:
+        Path(path).write_bytes(Path(path).read_bytes()[:200])
+    text = run_code("damaged images")
+    found = sorted(re.findall(r"cannot read the image (DIR/\S+): ", text))
+    assert found == damaged, f"damaged are {damaged}, but the page's code prints\n{text}"
+
+
+def test_an_own_data_set_trains_as_the_folder_of_its_images(tmp_path):
+    write_images(Path("DIR"), train=12, val=6)
+    for folder, file in (("DIR/train", "train.csv"), ("DIR/val", "test.csv")):
+        paths = sorted(Path(folder).glob("*/*"))
+        Path(file).write_text("".join(f"{path},{path.parent.name}\n" for path in paths))
+    flags = ("--model", "shufflenet_v2_x0_5", "--image-size", 48, "--batch-size", 4, "--epochs", 1,
+             "--workers", 0, "--checkpoint")
+    folder = ("--image-folder", "DIR")
+    expected = train_to_end("cifar10_ddp", *folder, *flags, tmp_path / "folder", nproc=2).text
+    copy_with("cifar10_ddp", "own data set")
+    text = train_to_end("my.py", *flags, tmp_path / "own", nproc=2).text
+    assert re.findall(TEST_LINE, text) == re.findall(TEST_LINE, expected), (
+        f"tested on the same images, other results:\n{text}\n{expected}")
+    own, expected = (load_checkpoint(tmp_path / name)["model"] for name in ("own", "folder"))
+    assert_equal(dict(own), dict(expected), "model")
+
+
+def test_shards_train_as_data_in_memory(tmp_path):
+    """Files of 40 samples: 96 to train on, 24 to test on."""
+    ((_, code),) = edits("cifar10_ddp", "write shards")
+    Path("shards").mkdir()
+    for train_set, name in ((True, "train"), (False, "test")):
+        fake_images = load_script("cifar10_ddp").fake_images
+        images, labels = fake_images(96, (3, 32, 32), 0, train_set)
+        shard_code = code.replace("10000", "40").replace("train", name)
+        exec(shard_code, {"images": images, "labels": labels, "torch": torch})
+    sizes = [path.stat().st_size for path in sorted(Path("shards").glob("train-*"))]
+    assert len(sizes) == 3 and sizes[2] < 0.6 * sizes[0], (
+        f"files of 40, 40 and 16 samples must hold these alone, but have {sizes} bytes")
+
+    flags = ("--batch-size", 8, "--epochs", 2, "--workers", 2, "--checkpoint")
+    expected = train_to_end("cifar10_ddp", "--fake-data", 96, *flags, tmp_path / "memory", nproc=2,
+                            setup=use_small_model).text
+    make_copy("cifar10_ddp", "my.py", ("", "import glob"), *edits("cifar10_ddp", "shards"))
+    text = train_to_end("my.py", *flags, tmp_path / "shards.pt", nproc=2,
+                        setup=use_small_model).text
+    assert re.findall(TEST_LINE, text) == re.findall(TEST_LINE, expected), (
+        f"tested on the same images, other results:\n{text}\n{expected}")
+    own, expected = (load_checkpoint(tmp_path / name)["model"] for name in ("shards.pt", "memory"))
+    assert_equal(dict(own), dict(expected), "model")
+
+
+class Layers(nn.Module):
+    """A small model whose last layer is named as a ResNet's."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, stride=4)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 10)
+
+    def forward(self, images):
+        return self.fc(self.bn1(self.conv1(images)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_last_layer_trains_alone_in_the_first_epochs(nproc, tmp_path):
+    """Three epochs of 6 steps, with a stop in the second one."""
+    def setup(module, rank):
+        module.build_model = lambda *_: Layers()
+        states = []
+        watch(module, "evaluate", lambda model, *_: states.append(
+            {name: weights.detach().clone() for name, weights in model.named_parameters()}))
+        return states
+
+    flags = copy_with("cifar10_ddp", "last layer first")
+    flags = (*FLAGS, 3, "--global-batch", 16, *flags, "--checkpoint")
+    states = train_to_end("my.py", *flags, tmp_path / "whole", nproc=nproc, setup=setup).results[0]
+    changed = [[name for name in states[0] if not torch.equal(before[name], after[name])]
+               for before, after in zip(states, states[1:])]
+    assert changed[0] == ["fc.weight", "fc.bias"], f"in the second epoch, it trains {changed[0]}"
+    assert len(changed[1]) == len(states[0]), f"in the third epoch, it trains {changed[1]} only"
+    train_until("my.py", *flags, tmp_path / "resumed", nproc=nproc, after=8, setup=setup)
+    train_to_end("my.py", *flags, tmp_path / "resumed", nproc=nproc, setup=setup)
+    assert_equal(tmp_path / "whole", tmp_path / "resumed")
+
+
 MEANS = """
 from pathlib import Path
 results = []
@@ -172,11 +409,7 @@ def test_the_weights_classify_as_in_the_run(tmp_path):
     assert " 24 images in 2 classes " in text, f"it must train on DIR/train\n{text}"
     expected = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", text)[-1]
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
-    ((_, code),) = edits("cifar10_ddp", "use the weights")
-    process = subprocess.run([sys.executable, "-c", code + MEANS], capture_output=True,
-                             text=True, env=clean_environment(PYTHONPATH=ROOT))
-    assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
-    name, *means = process.stdout.split()
+    name, *means = run_code("use the weights", MEANS).split()
     assert name in ("cat", "dog"), f"the page's code prints the class of the image, not {name}"
     assert list(map(float, means)) == pytest.approx(list(map(float, expected)), abs=2e-4), (
         f"by the page's code, loss and accuracy of DIR/val are {means}, but in the run:\n{text}")
