@@ -6,7 +6,7 @@
     torchrun --standalone --nproc-per-node=4 train.py     # one process per GPU of this machine
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
-    torchrun --standalone --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32
+    torchrun --standalone --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32 --lr 0.005
     torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --pretrained --lr 0.02
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
