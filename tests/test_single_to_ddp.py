@@ -1,6 +1,7 @@
 """The two loops on cpu_ddp's page: on any number of processes, the weights of the single one."""
 
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,22 +23,34 @@ def side(sign):
                    if line[0] in f" {sign}")
 
 
-def weights_and_losses(code, folder, **how):
+class Trained(NamedTuple):
+    weights: dict
+    devices: set  # of the weights that were saved
+    losses: list  # the lines that were printed
+
+    def difference(self, other):
+        return max((self.weights[name] - other.weights[name]).abs().max().item()
+                   for name in other.weights)
+
+
+def train(code, folder, **how):
     """Run the code as loop.py in a new folder."""
+    def on_cpu(storage, device):
+        devices.add(device)
+        return storage
+
     folder.mkdir()
     (folder / "loop.py").write_text(code)
     status, text = run(folder / "loop.py", cwd=folder, **how)
     assert status == 0, f"loop.py fails when started by {how}:\n{text}"
-    return torch.load(folder / "model.pt"), re.findall(r"^epoch .*", text, re.MULTILINE)
+    devices = set()
+    weights = torch.load(folder / "model.pt", map_location=on_cpu)
+    return Trained(weights, devices, re.findall(r"^epoch .*", text, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    return weights_and_losses(block("python"), tmp_path_factory.mktemp("page") / "single")
-
-
-def difference(weights, others):
-    return max((weights[name].cpu() - others[name]).abs().max().item() for name in others)
+    return train(block("python"), tmp_path_factory.mktemp("page") / "single")
 
 
 def test_the_diff_begins_at_the_single_process():
@@ -46,17 +59,16 @@ def test_the_diff_begins_at_the_single_process():
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_several_processes_train_as_one(tmp_path, single, nproc):
-    weights, losses = weights_and_losses(side("+"), tmp_path / "ddp", launcher="torchrun",
-                                         nproc=nproc)
-    different = difference(weights, single[0])
-    assert different < 1e-6, f"on {nproc} processes, weights differ by {different}"
-    assert losses == single[1], f"on {nproc} processes, other losses are printed"
+    several = train(side("+"), tmp_path / "ddp", launcher="torchrun", nproc=nproc)
+    difference = several.difference(single)
+    assert difference < 1e-6, f"on {nproc} processes, weights differ by {difference}"
+    assert several.losses == single.losses, f"on {nproc} processes, other losses are printed"
 
 
 @pytest.mark.skipif(not GPUS, reason="requires a GPU")
 def test_gpus_train_as_one_process(tmp_path, single):
-    weights, _ = weights_and_losses(side("+"), tmp_path / "ddp", launcher="torchrun",
-                                    nproc=len(GPUS), env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
-    assert weights["weight"].is_cuda, "with GPUs, the loop trains on the CPU"
-    different = difference(weights, single[0])
-    assert different < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {different}"
+    several = train(side("+"), tmp_path / "ddp", launcher="torchrun", nproc=len(GPUS),
+                    env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
+    assert several.devices == {"cuda:0"}, f"rank 0 trains on {several.devices}"
+    difference = several.difference(single)
+    assert difference < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {difference}"
