@@ -84,6 +84,7 @@ def train_forked(script, *flags, nproc=1, setup=lambda module, rank: None):
     def call(rank):
         sys.argv = ["train.py", *map(str, flags)]
         sys.stdout = sys.stderr = open(log.name, "a", buffering=1)
+        os.dup2(sys.stdout.fileno(), 2)
         result = setup(module, rank)
         status = 0
         try:

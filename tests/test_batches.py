@@ -123,17 +123,30 @@ def test_evaluation_uses_each_test_sample_once_after_each_epoch(case):
         assert numbers == list(range(18)), f"the evaluation uses the test samples {numbers}"
 
 
-def test_evaluation_uses_the_running_statistics_of_rank_0_and_training_goes_on():
+def test_evaluation_uses_rank_0s_running_statistics_and_leaves_modes_and_data_as_they_were():
+    """A copy may have frozen layers, and a loss function that changes its batch."""
     module = load_script("synthetic_ddp")
     cpu = torch.device("cpu")
 
     def evaluate(rank):
         module.form_group(rank, 2, cpu, 60)
-        model = nn.BatchNorm1d(4, affine=False)
-        model.running_mean += rank
-        module.evaluate(model, [], cpu)
-        return model.running_mean.tolist(), model.training
+        model = nn.Sequential(nn.BatchNorm1d(4, affine=False).eval(), nn.Dropout())
+        model[0].running_mean += rank
+        modes_before = [layer.training for layer in model.modules()]
+        modes = []
+        batch = torch.ones(2, 4)
 
-    for rank, (means, training) in enumerate(fork(2, evaluate)):
+        def loss_and_correct(model, inputs):
+            modes.extend(layer.training for layer in model.modules())
+            return inputs.zero_().sum(), inputs.sum()
+
+        module.loss_and_correct = loss_and_correct
+        module.evaluate(model, [(batch,)], cpu)
+        modes_after = [layer.training for layer in model.modules()]
+        return model[0].running_mean.tolist(), modes, modes_before, modes_after, batch.sum().item()
+
+    for rank, (means, modes, before, after, total) in enumerate(fork(2, evaluate)):
         assert means == [0, 0, 0, 0], f"rank {rank} evaluates with BatchNorm's means {means}"
-        assert training, f"rank {rank} trains on in evaluation mode: without dropout"
+        assert not any(modes), f"rank {rank} evaluates with layers that train: {modes}"
+        assert after == before, f"layers trained as {before}, and after an evaluation as {after}"
+        assert total == 8, "an evaluation has changed the test set"

@@ -31,8 +31,8 @@ def path(script, tmp_path):
 
 
 def save(script, path, step, model=MODEL):
-    optimizer = torch.optim.SGD(model.parameters())
-    script.save_checkpoint(str(path), {"model": model, "optimizer": optimizer}, SETTINGS, step)
+    saved = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    script.save_checkpoint(str(path), saved, SETTINGS, step)
 
 
 def error_of(function, *arguments):
@@ -60,8 +60,8 @@ def test_a_file_that_cannot_be_used_is_an_error_line_and_is_left(script, path, k
     assert path.read_bytes() == before, f"FILE had {kind}: it has been changed"
 
 
-@pytest.mark.parametrize("place", ["absent/run.pt", "/proc/run.pt"])
-def test_a_folder_that_cannot_be_written_is_an_error_line_at_the_start(script, tmp_path, place):
+@pytest.mark.parametrize("place", ["absent/run.pt", "/proc/run.pt", 250 * "x"])
+def test_a_file_that_cannot_be_written_is_an_error_line_at_the_start(script, tmp_path, place):
     """/proc, since the tests may run as root, who can write to any other folder."""
     error = error_of(script.load_checkpoint, str(tmp_path / place))
     assert error.startswith("error: cannot use --checkpoint "), (

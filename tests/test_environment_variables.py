@@ -83,7 +83,10 @@ NOTEBOOK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE
      "processes that each task of a step has started"),
     (STEP, False, (5, 1, 8), "a step of srun"),
     (STEP, True, (5, 1, 8), "a step of srun whose first task has a terminal"),
-    (STEP | TORCHRUN, False, (2, 0, 4), "torchrun in a step of srun"),
+    (STEP | TORCHRUN | {"TORCHELASTIC_RUN_ID": "1"}, False, (2, 0, 4), "torchrun in a step"),
+    (STEP | {"SLURM_STEP_NUM_TASKS": "1"} | TORCHRUN, False, (2, 0, 4), "a launcher in a step"),
+    (STEP | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, False, (5, 1, 8),
+     "a step of srun in a shell that a notebook has left variables in"),
     (STEP | {"SLURM_PTY_PORT": "1"}, True, (0, 0, 1), "a shell of srun --pty: one process"),
     (STEP | {"SLURM_PTY_PORT": "1"}, False, (5, 1, 8),
      "a step that a shell of srun --pty has started, and that inherits SLURM_PTY_PORT"),
@@ -116,6 +119,7 @@ def test_mpirun_is_an_error_line(environ, variables):
     ({"SLURM_STEP_NODELIST": "n[07,12-14]"}, r"n07:\d+"),
     ({"SLURM_STEP_NODELIST": "gpu-a100-[001-128]"}, r"gpu-a100-001:\d+"),
     ({"SLURM_STEP_NODELIST": "n7,gpu[1-2]"}, r"n7:\d+"),
+    ({"SLURM_STEP_NODELIST": "n07", "MASTER_ADDR": "localhost"}, r"n07:\d+"),  # left
     ({"MASTER_ADDR": "n01", "MASTER_PORT": "1234"}, "n01:1234"),
 ], ids=str)
 def test_the_master_is_the_first_node_of_a_step_or_the_users_choice(environ, variables, master):

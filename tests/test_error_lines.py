@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+from copies import make_copy
 from forked import train_forked
 from launchers import run
 
@@ -43,6 +44,16 @@ def test_a_mistake_is_an_error_line(name, tmp_path):
         assert "error: " in error, f"{command}: rank {rank} has no error line, but {error!r}"
         assert remedy in error, (
             f"{command}: rank {rank}'s error line does not name {remedy!r}:\n{error}")
+
+
+def test_torchrun_names_the_rank_that_failed_and_its_error(tmp_path):
+    copy = make_copy("cpu_ddp", tmp_path / "train.py", (
+        'after "step += 1"', 'assert step < 3 or rank == 0, "broken on purpose"'))
+    status, text = run(copy, launcher="torchrun", nproc=2)
+    assert status != 0, f"rank 1 raises an error, and torchrun ends with status 0\n{text}"
+    report = text[text.rfind("Root Cause"):]
+    for words in (r"rank +: 1 ", "broken on purpose"):
+        assert re.search(words, report), f"torchrun's last lines do not have {words!r}:\n{text}"
 
 
 @pytest.mark.parametrize("script, launcher, flags, word", [

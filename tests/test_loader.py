@@ -20,7 +20,7 @@ from scripts import load_script
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("images"))
+    return write_images(tmp_path_factory.mktemp("images"), val=40)
 
 
 def flags_of(folder, workers, *more, nproc=1, epochs=2):
@@ -60,14 +60,12 @@ def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, 
     started = train_to_end("cifar10_ddp", *flags, nproc=2, setup=note_processes).results
     assert_equal(tmp_path / "run.pt", undisturbed, "with loader processes, the checkpoint")
     counts = [len(of_rank) for of_rank in started]
-    assert counts == [6, 6], (
-        f"--workers 3 and two loaders: in 2 epochs, ranks start {counts} loader processes, not 6")
+    assert counts == [6, 6], f"--workers 3, to train and to test: ranks start {counts} processes"
 
 
 def test_random_transforms_depend_on_seed_epoch_and_index():
     module = load_script("cifar10_ddp")
-    data = module.SeededData([(None, None)] * 4,
-                             lambda image, label: [torch.rand(1).item(), random.random()])
+    data = module.SeededData([(0, 0)] * 4, lambda *_: [torch.rand(1).item(), random.random()])
     key = (0, 1, True, 2)
     numbers = data[key]
     assert data[key] == numbers, "the random numbers of torch or Python are not those of the key"
@@ -79,30 +77,36 @@ def test_random_transforms_depend_on_seed_epoch_and_index():
 # --- signals ---
 def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms(
         undisturbed, folder, tmp_path):
-    """SIGTERM as Slurm sends it, and before, to the loader processes alone, Ctrl-C and SIGHUP.
+    """As Slurm and terminals send them, here in the first evaluation, after three steps.
 
-    They ignore them: training needs them until it has saved.
+    Loader processes ignore them: the evaluation has more batches than are read ahead.
     """
-    def send_to_all(step):
-        for process in mp.active_children():
-            os.kill(process.pid, {1: signal.SIGINT, 2: signal.SIGHUP}.get(step, signal.SIGTERM))
-        if step == 4:
-            signal.raise_signal(signal.SIGTERM)
+    def setup(module, rank):
+        def send_to_all(model, *_):
+            if not model.training and not sent:
+                sent.append(True)
+                for process in mp.active_children():
+                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                        os.kill(process.pid, signum)
+                signal.raise_signal(signal.SIGTERM)
+
+        sent = []
+        watch(module, "loss_and_correct", send_to_all)
 
     flags = flags_of(folder, 2, "--checkpoint", tmp_path / "run.pt", nproc=2)
-    end = train_and_wait("cifar10_ddp", *flags, nproc=2, setup=lambda *_: at_step(send_to_all))
-    assert end.statuses == ["stopped by a signal after step 5", 1], (
-        f"signals to training and loader processes: the run must stop and save\n{end.text}")
+    end = train_and_wait("cifar10_ddp", *flags, nproc=2, setup=setup)
+    assert end.statuses == ["stopped by a signal after step 4", 1], (
+        f"signals to all processes in an evaluation: the run must stop and save\n{end.text}")
     train_to_end("cifar10_ddp", *flags, nproc=2)
     assert_equal(tmp_path / "run.pt", undisturbed, "stopped and resumed, the checkpoint")
 
 
 # --- the end of a run ---
 def test_run_is_stopped_while_its_loader_processes_are_busy(folder, tmp_path):
-    """They would read a test image each for longer than train_forked() waits."""
+    """They would read an image of the second epoch each for longer than train_forked() waits."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
-        'before "return self.transform("',
-        "if not key[2] and key[3] % 4 == 0:\n    time.sleep(150)"))
+        'before "return self.transform(*self.data"',
+        "if key[1] == 1 and key[-1] % 4 == 0:\n    time.sleep(150)"))
     end = train_and_wait(copy, *flags_of(folder, 2),
                          setup=lambda *_: at_step(lambda step: signal.raise_signal(signal.SIGTERM)))
     assert "stopped by a signal after step " in str(end.statuses), (

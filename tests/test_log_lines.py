@@ -31,11 +31,19 @@ HEADERS = {
 
 
 def with_clock(module, rank):
-    """Record the training of a small model by a clock that counts steps, on two machines."""
+    """Record the training of a small model by a clock that counts steps, on two machines.
+
+    Where images are read one by one, the first second of each step passes when it reads.
+    """
     os.environ["LOCAL_RANK"] = "0"
     recorder = record_small_model(module, rank)
+    reads = []  # numbers of steps before these
     module.time = argparse.Namespace(
-        perf_counter=lambda: (2 + rank) * len(recorder.steps), sleep=time.sleep)
+        perf_counter=lambda: (2 + rank) * len(recorder.steps) + (len(recorder.steps) in reads),
+        sleep=time.sleep)
+    if hasattr(module, "SeededData"):
+        watch(module.SeededData, "__getitem__",
+              lambda data, key: key[2] and reads.append(len(recorder.steps)))  # to train
     return recorder
 
 
@@ -109,8 +117,9 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
         epoch = (step + 4) // 5
         steps = max(0, 5 * epoch - 5 - RESUMED), step - RESUMED  # of this epoch, since the resume
         if step > RESUMED + 1 and (step - RESUMED) % 2 == 1:
+            wait = "wait 50 %  " if script == "cifar10_ddp" else ""
             lines.append(f"epoch {epoch}/5  step {step}/25  "
-                         f"{means(script, parts_of(ranks[:1], *steps))}  16 {unit}/s  "
+                         f"{means(script, parts_of(ranks[:1], *steps))}  16 {unit}/s  {wait}"
                          f"{timedelta(seconds=2 * (25 - step))} left")
         if step == saved + 3 or step == 25 or step % 5 == 0 and has_test_set:
             saved = step
@@ -152,6 +161,15 @@ def test_lines_are_printed_at_once(script, tmp_path):
     lines = (tmp_path / "log").read_text()
     assert "epoch 5/8" in lines, (
         f"{script}, killed in its sixth epoch, has written\n{lines}\nand ended with {end.statuses}")
+
+
+def test_a_line_that_the_terminal_cannot_show_does_not_end_the_run(tmp_path):
+    def setup(module, rank):
+        sys.stdout = open(tmp_path / "log", "w", encoding="ascii")
+
+    path = tmp_path / "\N{GREEK SMALL LETTER ALPHA}.pt"
+    train_to_end("cpu_ddp", "--samples", 64, "--epochs", 1, "--checkpoint", path, setup=setup)
+    assert path.exists(), "its name cannot be printed, and nothing is saved"
 
 
 def test_synthetic_ddp_measures_a_model():

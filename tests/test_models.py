@@ -5,8 +5,34 @@ import torch
 from forked import fork
 from scripts import load_script
 from torch.nn.parallel import DistributedDataParallel
+from torchvision import models
 
 CPU = torch.device("cpu")
+NAMES = ["resnet18", "resnet50", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5", "googlenet",
+         "inception_v3", "efficientnet_b0", "convnext_tiny", "maxvit_t", "swin_v2_t", "swin_v2_b",
+         "vit_b_16", "densenet121", "mobilenet_v3_small", "vgg11", "alexnet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_maps_images_of_its_size_to_logits(name):
+    """On PyTorch's device without data."""
+    module = load_script("cifar10_ddp")
+    args = module.parse_args(["--model", name])
+    with torch.device("meta"):
+        logits = module.build_model(args, 7)(torch.empty(2, 3, args.image_size, args.image_size))
+    shape = getattr(logits, "shape", type(logits))
+    assert shape == (2, 7), f"{name} maps 2 images of {args.image_size} pixels to {shape}"
+
+
+@pytest.mark.parametrize("flags, same", [
+    (["--image-folder", "DIR"], True), (["--fake-data", "--pretrained"], True),
+    (["--fake-data", "--pretrained", "--image-size", "32"], True), (["--fake-data"], False)])
+def test_resnet18_has_torchvisions_first_layer_but_for_small_images(flags, same):
+    """Pretrained weights do not fit another one, and images of 224 pixels need it."""
+    module = load_script("cifar10_ddp")
+    shapes = [model.conv1.weight.shape for model in (
+        module.build_model(module.parse_args(flags), 10), models.resnet18())]
+    assert (shapes[0] == shapes[1]) == same, f"{flags}: the first layer is of {shapes[0]}"
 
 
 @pytest.mark.parametrize("name", ["resnet18", "inception_v3", "squeezenet1_0", "efficientnet_b0",
@@ -25,6 +51,8 @@ def test_a_step_gives_all_ranks_the_same_gradients(name):
         images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)  # others on each rank
         images = torch.stack([module.transforms(args, True)(image, 0)[0] for image in images])
         assert images.shape == (2, 3, size, size), f"--image-size {size}: {images.shape}"
+        test_image, _ = module.transforms(args, False)(images[0, :, :32, :32], 0)
+        assert test_image.shape == (3, size, size), f"--image-size {size}: {test_image.shape}"
         ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         module.loss_and_correct(ddp_model, images, torch.tensor([3, rank]))[0].backward()
         return [None if parameter.grad is None else parameter.grad.double().sum().item()

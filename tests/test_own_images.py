@@ -43,6 +43,8 @@ MISTAKES = {  # what is done to a folder, and what the error line names
                            "the only class in .*/images/train is images"),
     "hidden folder": ("mkdir train/cat/.ipynb_checkpoints; cp train/cat/* train/cat/.ipynb*",
                       "/train/cat/[.]ipynb_checkpoints/"),
+    "folder of a Synology": ("mkdir train/cat/@eaDir; cp train/cat/0.png train/cat/@eaDir",
+                             "/train/cat/@eaDir/"),
     "hidden file": ("echo Mac OS X > train/cat/._0.jpg", "/train/cat/[.]_0[.]jpg"),
     "unreadable folder": ("mkdir -m 0 train/cat/more",
                           "Permission denied: .*/images/train/cat/more"),
@@ -72,10 +74,10 @@ def test_number_of_unused_files_is_printed(script, folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "images")
     for name in ("readme.txt", "cat/0.gif", "dog/0.heic"):
         (copy / "train" / name).touch()
-    script.image_folder(str(copy / "train"), 224)
+    script.image_folder(str(copy / "train"), 32)
     text = capsys.readouterr().out
-    assert re.findall(r" (\d+) ", text) == ["1", "2"], (
-        f"1 file lies beside the folders of classes, and 2 in them are no images: {text!r}")
+    counts = re.findall(r" (\d+) ", text)
+    assert counts == ["1", "2"], f"1 file beside the classes and 2 in them are no images: {text}"
 
 
 def test_all_ranks_use_the_files_of_rank_0(folder, tmp_path):
@@ -139,7 +141,7 @@ def picture_in(mode):
 
 def difference(path, picture, script):
     """Return by how many levels the image in a file differs from its picture, at most."""
-    read = pil_to_tensor(script.read_image(path, 224)).int()
+    read = pil_to_tensor(script.read_image(path, 64)).int()
     return (read - pil_to_tensor(picture.convert("RGB")).int()).abs().max().item()
 
 
@@ -151,6 +153,37 @@ def test_image_is_read_as_its_picture_of_8_bits(script, tmp_path, mode, suffix):
     found = difference(path, picture, script)
     limit = 6 if suffix == "jpg" else 2  # JPEG loses some
     assert found <= limit, f"{mode} in a {suffix} file differs from its picture by {found} levels"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_white(script, tmp_path, mode):
+    """A drawing in black, whose shape is in the alpha channel alone."""
+    alpha = Image.linear_gradient("L").resize((64, 64))
+    image = Image.new("RGBA", (64, 64), "black")
+    image.putalpha(alpha.point(lambda level: 255 * (level > 99)) if mode == "P" else alpha)
+    path = tmp_path / "image.png"
+    image.convert(mode).save(path)
+    shape = image.getchannel("A").point(lambda level: 255 - level)
+    found = difference(path, shape, script)
+    assert found <= 2, f"{mode}: transparent pixels differ by {found} levels from a white page"
+
+
+def test_a_photograph_with_damaged_exif_data_is_read(script, tmp_path):
+    """Upright, as viewers show it. A tag that has to be a number is a text."""
+    tags = struct.pack("<HHI4s", 0x0100, 2, 4, b"abc") + struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + b"\0\0\0\0"
+    picture = gradient().transpose(Image.Transpose.ROTATE_90)
+    picture.save(tmp_path / "image.jpg", quality=100, subsampling=0, exif=exif)
+    found = difference(tmp_path / "image.jpg", gradient(), script)
+    assert found <= 4, f"with damaged EXIF data, a photograph differs by {found} levels"
+
+
+def test_a_large_photograph_is_decoded_at_a_size_that_is_enough(script, tmp_path):
+    """A crop of 8 % of its area still has more than --image-size pixels."""
+    Image.new("RGB", (4000, 3000)).save(tmp_path / "image.jpg")
+    width, height = script.read_image(tmp_path / "image.jpg", 224).size
+    assert width < 4000, f"a photograph of 12 megapixels is decoded at {width} x {height} for 224"
+    assert 0.08 * width * height > 224 ** 2, f"{width} x {height} is too small for crops of 224"
 
 
 def write_tiff_of_12_bits(path):
@@ -169,7 +202,7 @@ def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
     else:
         picture_in(name[0])[0].save(tmp_path / name)
     with pytest.raises(RuntimeError) as end:
-        script.read_image(tmp_path / name, 224)
+        script.read_image(tmp_path / name, 64)
     assert f"cannot read the image {tmp_path / name}: " in str(end.value), (
         f"the error must name the file: {end.value}")
 
@@ -212,6 +245,16 @@ def test_ranks_start_from_pretrained_weights_and_a_resume_needs_no_file(folder, 
             f"--pretrained on rank {rank}: layers that do not have these weights: {different}")
     file.unlink()
     train_to_end("cifar10_ddp", *flags_of(folder, 6, 2), *flags, nproc=2, setup=see)
+
+
+@pytest.mark.parametrize("change", [
+    lambda weights: {f"module.{name}": weight for name, weight in weights.items()},
+    lambda weights: {"model": weights, "step": 7}], ids=["DDP's names", "a whole checkpoint"])
+def test_weights_of_which_none_fits_are_an_error_line(script, change):
+    model = models.get_model("squeezenet1_1")
+    with pytest.raises(SystemExit, match="error: .*fit"):
+        script.load_pretrained(model, change(model.state_dict()))
+        pytest.fail("weights of which none fits are loaded: the model starts from random ones")
 
 
 def test_layers_whose_shape_depends_on_the_image_size_are_loaded(script, capsys):

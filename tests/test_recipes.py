@@ -1,5 +1,6 @@
 """The recipes: learning rates, weight decay, pixels, flips and crops, bfloat16."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -40,6 +41,18 @@ def test_the_optimizer_of_cifar10():
         assert decay[parameter] == expected, f"{name} must have a weight decay of {expected}"
     for group in optimizer.param_groups:
         assert group["lr"] == 200, f"--lr 6400 with a global batch of 8 is 200, not {group['lr']}"
+
+
+def test_the_optimizer_of_cifar10_has_nesterov_momentum():
+    """The first step is then (1 + momentum) times that of plain SGD."""
+    module = load_script("cifar10_ddp")
+    model = nn.Linear(1, 1)
+    optimizer = module.build_optimizer(module.parse_args(["--lr", "100"]), model, 256)
+    before = model.bias.item()
+    model.bias.grad = torch.ones(1)
+    optimizer.step()
+    change = (before - model.bias.item()) / 100
+    assert change > 1.5, f"the first step is {change} times rate and gradient: no Nesterov momentum"
 
 
 # ---- layers ----
@@ -85,6 +98,13 @@ def test_pixels_are_scaled(script, black, white):
     assert found == pytest.approx([black, white]), f"{script}: black and white are {found}"
 
 
+def test_normalize_takes_no_images_that_a_transform_has_normalized():
+    """As ToDtype and Normalize of tutorials do."""
+    with pytest.raises(TypeError, match="uint8"):
+        load_script("cifar10_ddp").normalize(torch.rand(1, 3, 32, 32))
+        pytest.fail("normalize normalizes floats a second time")
+
+
 def test_fashionmnist_flips_half_of_the_images_in_training_alone():
     module = load_script("fashionmnist_ddp")
     images = torch.arange(28, dtype=torch.uint8).expand(2000, 1, 28, 28)
@@ -100,7 +120,7 @@ def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
     """Images of 32 pixels, padded by 4, have 9 x 9 crops."""
     module = load_script("cifar10_ddp")
     transform = module.transforms(module.parse_args([]), train_set=True)
-    torch.manual_seed(0)
+    random.seed(0)
     rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
     image = torch.stack([columns, rows, 0 * rows]).to(torch.uint8)
     crops = torch.stack([transform(image, 0)[0] for _ in range(2000)])
@@ -108,6 +128,12 @@ def test_cifar10_flips_half_of_the_images_and_crops_at_all_places():
     assert 900 < flipped.sum() < 1100, f"of 2000 images {flipped.sum()} are flipped, not half"
     places = set(map(tuple, crops[~flipped, :2, 16, 16].tolist()))
     assert len(places) == 81, f"of 9 x 9 crops, {len(places)} are used"
+    padded = nn.functional.pad(image.float(), (4, 4, 4, 4), mode="reflect")
+    for crop, flip in zip(crops[:100], flipped):
+        crop = crop.flip(2) if flip else crop
+        left, top = (crop[:2, 16, 16] - 12).tolist()
+        expected = padded[:, top:top + 32, left:left + 32]
+        assert torch.equal(crop.float(), expected), "a crop's edges are not reflected"
     test_image = module.transforms(module.parse_args([]), train_set=False)(image)
     assert torch.equal(test_image, image), "a test image is changed by the transforms"
 

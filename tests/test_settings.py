@@ -1,6 +1,9 @@
 """A checkpoint is only resumed by the run that it belongs to."""
 
+from pathlib import Path
+
 import pytest
+import torch
 from checkpoints import load_checkpoint
 from copies import make_copy
 from forked import train_forked
@@ -48,6 +51,22 @@ def test_the_settings_and_the_global_batch_of_the_first_start_stay(script, tmp_p
     found = checkpoint["settings"]["global_batch"], checkpoint["step"]
     assert found == (8, 6), (
         f"{script}: 3 epochs of 16 samples are 6 steps of 8, not (global batch, step) {found}")
+
+
+@pytest.mark.parametrize("value, expected", [
+    ((1, 2), [1, 2]), ({"a": (1.5, None)}, {"a": [1.5, None]}), ("text", "text"),
+    (Path("a"), "setting new"), ({1, 2}, "setting new"), (torch.tensor(1), "setting new")], ids=str)
+def test_a_setting_is_saved_as_plain_values_or_is_an_error_at_the_start(value, expected):
+    """torch.load reads nothing else, and a resume compares them."""
+    module = load_script("cpu_ddp")
+    args = module.parse_args([])
+    args.new = value
+    try:
+        found = module.run_settings(args)["new"]
+    except SystemExit as error:
+        found = str(error)
+    assert found == expected or str(expected) in found and "error: " in found, (
+        f"a setting {value!r} is saved as, or refused with, {found!r}")
 
 
 def test_a_new_flag_of_a_copy_is_checked_without_being_named_anywhere(tmp_path):

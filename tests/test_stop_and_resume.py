@@ -23,8 +23,8 @@ TEST_SCRIPTS = [script for script in CHECKPOINT_SCRIPTS if SCRIPTS[script].has_t
 MORE_FLAGS = {"cifar10_ddp": ("--model", "mnasnet0_5", "--image-size", 32)}  # BatchNorm, dropout
 
 
-def train_two(script, checkpoint, *flags, disturb=lambda rank: None, check_every=1):
-    """Train two processes for three epochs of six steps, after disturb(rank).
+def train_two(script, checkpoint, *flags, disturb=lambda module, rank: None, check_every=1):
+    """Train two processes for three epochs of six steps, after disturb(module, rank).
 
     Return their End, with their numbers of steps.
     """
@@ -33,7 +33,7 @@ def train_two(script, checkpoint, *flags, disturb=lambda rank: None, check_every
         module.CHECK_EVERY = check_every
         if rank == 1:
             sys.argv[-1] += "-of-rank-1"  # the checkpoint: that of rank 0 is used
-        disturb(rank)
+        disturb(module, rank)
         at_step(steps.append)
         return steps
 
@@ -82,7 +82,7 @@ def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
 
     A launcher ends the others when one process exits: all must wait until rank 0 has saved.
     """
-    def disturb(rank):
+    def disturb(module, rank):
         os.fsync = lambda descriptor: time.sleep(1)
         if rank == 1:
             signal_after(2, signal.Signals[name])
@@ -109,7 +109,7 @@ def test_a_run_whose_terminal_is_closed_stops_and_saves(script, tmp_path):
     def close_terminal(count):
         sys.stdout = Namespace(write=fail_to_write)
 
-    def disturb(rank):
+    def disturb(module, rank):
         all_reduce = dist.all_reduce
         dist.all_reduce = lambda tensor, async_op=False: (
             Namespace(wait=lambda: all_reduce(tensor)) if async_op else all_reduce(tensor))
@@ -124,7 +124,7 @@ def test_a_run_whose_terminal_is_closed_stops_and_saves(script, tmp_path):
 
 
 def test_a_run_under_nohup_ignores_sighup(undisturbed, tmp_path):
-    def disturb(rank):
+    def disturb(module, rank):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal_after(2, signal.SIGHUP)
 
@@ -136,7 +136,7 @@ def test_a_run_under_nohup_ignores_sighup(undisturbed, tmp_path):
 @pytest.mark.parametrize("script", TEST_SCRIPTS)
 def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(script, undisturbed, tmp_path):
     path = tmp_path / "run.pt"
-    life = train_two(script, path, disturb=lambda rank: rank == 0 and signal_after(5))
+    life = train_two(script, path, disturb=lambda module, rank: rank == 0 and signal_after(5))
     what = f"SIGTERM to {script} in the last step of an epoch"
     assert_stopped(life, 6, what)
     line = "epoch 1/3  test loss"
@@ -146,11 +146,37 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(script, undis
     assert_equal(path, undisturbed(script), f"{what}, and resumed: the checkpoint")
 
 
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_a_signal_during_an_evaluation_is_noticed_at_once_and_the_run_stops(script, undisturbed,
+                                                                           tmp_path):
+    """Who presses Ctrl-C sees a line, and need not press again."""
+    def interrupt(module, rank):
+        def during_evaluation(*_):
+            signal.raise_signal(signal.SIGINT)
+            print("evaluation goes on")
+
+        if rank == 0:
+            watch(module, "evaluate", during_evaluation)
+
+    path = tmp_path / "run.pt"
+    life = train_two(script, path, disturb=interrupt)
+    what = f"SIGINT to {script} during its first evaluation"
+    assert life.statuses[0] not in (0, None) and life.steps[0] <= 7, (
+        f"{what}: it must stop after at most one more step, not after {life.steps}\n{life.text}")
+    before, _, _ = life.text.partition("evaluation goes on")
+    assert "signal" in before.splitlines()[-1], f"{what}: nothing is printed\n{life.text}"
+    end = train_two(script, path)
+    text = life.text + end.text
+    count = text.count("epoch 1/3  test loss")
+    assert count >= 1, f"{what}: the first epoch has {count} test lines\n{text}"
+    assert_equal(path, undisturbed(script), f"{what}, and resumed: the checkpoint")
+
+
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
 def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script, tmp_path):
     """A job that ends with status 1 is requeued."""
     path = tmp_path / "run.pt"
-    life = train_two(script, path, disturb=lambda rank: rank == 0 and signal_after(17))
+    life = train_two(script, path, disturb=lambda module, rank: rank == 0 and signal_after(17))
     assert life.statuses == [0, 0], (
         f"{script}: SIGTERM in the last step: a complete run ends as {life.statuses}\n{life.text}")
     assert life.text.count("epoch 3/3  ") == 1 + SCRIPTS[script].has_test_set, (
@@ -162,7 +188,7 @@ def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script
 def test_a_killed_run_has_the_undisturbed_weights_when_it_is_resumed(script, undisturbed, tmp_path):
     path = tmp_path / "run.pt"
     train_two(script, path, "--save-every", 0,
-              disturb=lambda rank: rank == 1 and signal_after(8, signal.SIGKILL))
+              disturb=lambda module, rank: rank == 1 and signal_after(8, signal.SIGKILL))
     step = load_checkpoint(path)["step"]
     assert step in (7, 8), f"{script}, which saves each step, is killed after 8: {step} is saved"
     assert_resumes(script, path, undisturbed, f"{script} killed after step 8")
