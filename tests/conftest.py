@@ -5,8 +5,10 @@ import random
 
 import launchers  # noqa: F401  finds the GPUs before they are hidden
 import pytest
+import torch
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all but test_gpu.py runs on the CPU
+torch.set_num_threads(1)  # two threads that wait for each other are slow on a busy machine
 
 
 def pytest_addoption(parser):
