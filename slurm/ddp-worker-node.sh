@@ -13,12 +13,17 @@ endpoint=$1
 nodes=$2
 shift 2
 
-# The active environment; else a module's, which is not in the home; else .venv; else .conda
-environments=("${CONDA_PREFIX:-none}" "${VIRTUAL_ENV:-none}")
-[[ ${LOADEDMODULES:-} && $(type -P torchrun) == /!("${HOME#/}"/*) ]] ||
-    environments=("$PWD"/.{conda,venv} "${environments[@]}")
+# The first that has torchrun: the active environment, a loaded module, .venv, .conda, PATH. What is
+# on PATH is a module's, unless it is in the home.
+environments=("${VIRTUAL_ENV:-none}" "${CONDA_PREFIX:-none}")
+on_path=$(type -P torchrun) || true
+[[ ${LOADEDMODULES:-} && $on_path && $on_path != "$HOME"/* ]] ||
+    environments+=("$PWD"/.{venv,conda})
 for folder in "${environments[@]}"; do
-    [[ ! -x $folder/bin/torchrun ]] || export PATH=$folder/bin:$PATH PYTHONNOUSERSITE=1
+    if [[ -x $folder/bin/torchrun ]]; then
+        export PATH=$folder/bin:$PATH PYTHONNOUSERSITE=1
+        break
+    fi
 done
 cores=$SLURM_CPUS_ON_NODE
 processes=${NPROC:-${SLURM_GPUS_ON_NODE:-$cores}}
