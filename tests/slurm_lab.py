@@ -154,7 +154,10 @@ class Network:
 
 
 class Lab(Network):
-    """The machines, and Slurm on them. Nodes have two cores, the last one has one."""
+    """The machines, and Slurm on them. Nodes have two cores, the last two have one.
+
+    That of the last node has two hyperthreads.
+    """
 
     def up(self):
         self.folder = self.root / "shared disk"      # for the tests: every machine sees it
@@ -173,8 +176,10 @@ class Lab(Network):
         head = self.machines["head"].address
         command = ["bash", INSTALL, "--out", etc, "--controller", f"head={head}"]
         for name in self.nodes:
-            cores = 1 if name == self.nodes[-1] else 2
-            hardware = f"CPUs={cores},CoresPerSocket={cores},RealMemory=10000,Gres=gpu:2"
+            cores = 1 if name in self.nodes[-2:] else 2
+            threads = 2 if name == self.nodes[-1] else 1
+            hardware = (f"CPUs={cores * threads},CoresPerSocket={cores},ThreadsPerCore={threads},"
+                        "RealMemory=10000,Gres=gpu:2")
             command += ["--node", f"{name}={self.machines[name].address},{hardware}"]
         commands = subprocess.check_output(command, text=True, timeout=30)
         # GPUs are counted, and never opened.
@@ -229,13 +234,13 @@ class Lab(Network):
             assert time.monotonic() < deadline, f"job {job} is not {what}:\n{self.report(job)}"
             time.sleep(1)
 
-    def wait(self, job, state):
+    def wait_for_state(self, job, state):
         self.wait_for(job, state, lambda: self.show(job, "JobState") == state)
 
 
 @contextlib.contextmanager
-def running(lab):
-    """Bring up lab(folder), a Network. Afterwards nothing of it remains."""
+def booted(lab):
+    """Boot lab(folder), a Network. Afterwards nothing of it remains."""
     folder = tempfile.TemporaryDirectory(prefix="slurm_lab.", ignore_cleanup_errors=True)
     with folder as root:
         os.chmod(root, 0o755)
@@ -248,7 +253,7 @@ def running(lab):
                 machine.kill()
 
 
-def why_not():
+def reason_to_skip():
     """Return None, or why there can be no lab here, with the command that enables it."""
     programs = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "systemd-nspawn")
     if os.geteuid() != 0 or not all(map(shutil.which, programs)):

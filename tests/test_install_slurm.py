@@ -7,7 +7,7 @@ import shlex
 import shutil
 
 import pytest
-from slurm_lab import INSTALL, Machine, Network, running, why_not
+from slurm_lab import INSTALL, Machine, Network, booted, reason_to_skip
 
 # PID 1 of the copy starts here. It has no configuration of Slurm, and nobody resolves its name.
 COPY = """set -e
@@ -40,9 +40,9 @@ class Copy(Machine):
 @pytest.fixture(scope="module")
 def machine():
     """The copy, as the head of a network without nodes."""
-    if reason := why_not():
+    if reason := reason_to_skip():
         pytest.skip(reason)
-    with running(lambda root: Network(root, 0, Copy)) as network:
+    with booted(lambda root: Network(root, 0, Copy)) as network:
         head = network.machines["head"]
         head.exec(PREPARE, timeout=60)
         shutil.copy(INSTALL, f"/proc/{head.pid}/root/run/")

@@ -1,7 +1,8 @@
 """The sbatch files, srun and the two-terminal scripts, on a real Slurm (slurm_lab.py).
 
-A story submits a job, disturbs it, and looks at what it left behind. All stories run side by side.
-The final weights are compared bit for bit with those of the same training outside Slurm.
+There are three kinds of jobs. In most, a program that takes the place of torchrun and python shows
+what it was given. Some train. Others are disturbed, all side by side, and their final weights are
+compared bit for bit with those of the same training outside Slurm.
 """
 
 import re
@@ -17,7 +18,7 @@ import pytest
 from checkpoints import difference, load_checkpoint
 from launchers import run
 from scripts import ROOT, SCRIPTS
-from slurm_lab import Lab, running, why_not, write_program
+from slurm_lab import Lab, booted, reason_to_skip, write_program
 
 RESUMED = ("cifar10", "cifar10-srun", "cpu", "cpu-container", "fashionmnist")
 PLAIN = ("mnist", "synthetic")
@@ -26,20 +27,39 @@ IMAGES = "--epochs 1 --fake-data 32 --batch-size 8"
 # 160 steps of 2 processes, a log line each, and no checkpoint but when the run is stopped.
 LONG = "--epochs 40 --samples 256 --save-every 1000 --log-every 0"
 
-# What a process of a job sees. One write a process, since they share the output.
-PROBE = """
-import os
-cores = len(os.sched_getaffinity(0))
-gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
-threads = os.environ["OMP_NUM_THREADS"]
-os.write(1, f"process: cores {cores} threads {threads} GPUs {gpus}\\n".encode())
+# What takes the place of torchrun and python: it shows what its task was given. When all have done
+# so, the last task fails. The others would go on.
+SHOW = """
+cores=$(env --unset=OMP_NUM_THREADS nproc)
+echo "cores $cores, threads $OMP_NUM_THREADS, GPUs ${CUDA_VISIBLE_DEVICES:-none}," \\
+    "binding ${OMP_PROC_BIND:-none}: ${0##*/} $*"
+touch "$0-$SLURM_JOB_ID-$SLURM_PROCID"
+if ((SLURM_PROCID < SLURM_STEP_NUM_TASKS - 1)); then
+    sleep 90 && echo "goes on without another task"
+fi
+for ((task = 0; task < SLURM_STEP_NUM_TASKS; task++)); do
+    until [[ -e $0-$SLURM_JOB_ID-$task ]]; do sleep 0.1; done
+done
+exit 1
+"""
+# What takes the place of srun where there is no pyxis: it shows and removes the options of pyxis.
+PYXIS = """
+echo "ENROOT_LOGIN_SHELL=${ENROOT_LOGIN_SHELL:-}"
+for option; do
+    shift
+    case $option in
+        --container-*) echo "$option" ;;
+        *) set -- "$@" "$option" ;;
+    esac
+done
+exec /usr/bin/srun "$@"
 """
 
 # Copies of cpu_ddp for jobs that are disturbed: a text, and what is put in front of it.
 DUE = "            due = step == total_steps"
 SLOW = """\
-            lives = os.environ.get("LIVES") or os.environ["SLURM_ARRAY_TASK_ID"]
-            if int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(lives):
+            starts = os.environ.get("SLOW_STARTS") or os.environ["SLURM_ARRAY_TASK_ID"]
+            if int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(starts):
                 time.sleep(float(os.environ.get("STOP_SECONDS") or 0) if stop else 0.5)
 """
 LATE = """\
@@ -51,6 +71,7 @@ COPIES = {
     "slow.py": (DUE, SLOW),
     "late.py": ("import torch\n", LATE),
     "bug.py": (DUE, "            assert step < 70\n"),
+    "mine/slow.py": ("import torch\n", "import beside\n"),  # of slow.py
 }
 
 
@@ -71,7 +92,7 @@ def test_files_differ_only_in_name_script_and_launch(name):
     assert common[0] == common[1], f"{name}.sbatch and cifar10.sbatch: copy the change to all"
 
 
-ENVIRONMENT, OTHERS = re.search(r"(# The active.*?done\n)cores=.*?\n(# sbatch typed.*)",
+ENVIRONMENT, OTHERS = re.search(r"(# The first that has.*?done\n)cores=.*?\n(# sbatch typed.*)",
                                 parts("cifar10")[1], re.DOTALL).groups()
 
 
@@ -109,21 +130,31 @@ def test_environment_of_a_job(tmp_path, used, variables, others):
 
 
 # --- the lab ---
+def prepare(lab):
+    """Copy this repository and its environment to the disk that the machines of the lab share."""
+    for name in (*SCRIPTS, "slurm"):
+        shutil.copytree(ROOT / name, lab.folder / name)
+    (lab.folder / "mine").mkdir()
+    for name, (place, code) in COPIES.items():
+        source = lab.folder / ("slow.py" if name == "mine/slow.py" else "cpu_ddp/train.py")
+        text = source.read_text()
+        assert text.count(place) == 1, f"{source} has no place for {name}: {place}"
+        (lab.folder / name).write_text(text.replace(place, code + place))
+    (lab.folder / "mine/beside.py").touch()
+    (lab.folder / ".venv").symlink_to(sys.prefix)
+    for name in ("torchrun", "python"):
+        write_program(lab.folder / "show/bin" / name, SHOW)
+    write_program(lab.folder / "pyxis/srun", PYXIS)
+    write_program(lab.folder / "smi/nvidia-smi", '[[ $# = 0 ]] || { echo "$*"; sleep 1234; }')
+
+
 @pytest.fixture(scope="module")
 def lab():
-    """A cluster whose nodes share this repository and its environment. No network, no data."""
-    if reason := why_not():
+    """A cluster without network and data."""
+    if reason := reason_to_skip():
         pytest.skip(reason)
-    with running(lambda folder: Lab(folder, 12)) as lab:
-        for name in (*SCRIPTS, "slurm"):
-            shutil.copytree(ROOT / name, lab.folder / name)
-        text = (ROOT / "cpu_ddp/train.py").read_text()
-        for name, (place, code) in COPIES.items():
-            assert text.count(place) == 1, f"cpu_ddp/train.py has no place for {name}: {place}"
-            (lab.folder / name).write_text(text.replace(place, code + place))
-        (lab.folder / "probe.py").write_text(PROBE)
-        (lab.folder / ".venv").symlink_to(sys.prefix)
-        (lab.folder / "link.pt").symlink_to(lab.root / "scratch disk.pt")
+    with booted(lambda folder: Lab(folder, 13)) as lab:
+        prepare(lab)
         yield lab
 
 
@@ -132,13 +163,157 @@ def test_key_of_the_cluster_is_private(lab):
     assert mode == 0o600, f"munge.key has the permissions {mode:o}"
 
 
-def wait_for_steps(lab, job, life=0):
-    """Wait until the job has logged steps since it was requeued for the life-th time."""
-    def logged():
-        lives = lab.output(job).split(" | steps ")[1:]
-        return len(lives) == life + 1 and "  step " in lives[life]
+# --- what a task is given ---
+class Given(NamedTuple):
+    """A job, and the lines that it prints."""
 
-    lab.wait_for(job, f"training after {life} restarts", logged)
+    command: str  # sbatch COMMAND
+    shown: str  # a regular expression
+    number: int = 1  # of lines that it matches from their beginning
+    variables: dict = {}
+    inside: str = ""  # what sbatch is typed behind
+    nodes: str = "c1,c2,c3,c4,c5,c6,c7,c8"
+
+
+def task(cores, threads, gpus, program):
+    """Return the line of a task. OMP_PROC_BIND, which binds to one core, is unset."""
+    return f"cores {cores}, threads {threads}, GPUs {gpus}, binding none: {program} "
+
+
+TORCHRUN = "torchrun --nnodes={} --nproc-per-node={}"
+TWO_NODES = "--nodes=2 --cpus-per-task=2 --gpus-per-node=1"
+ONE_NODE = "--cpus-per-task=2 --gpus-per-node=1"
+NPROC = {"NPROC": 3}  # neither the cores nor the GPUs
+PATH = ":/usr/local/bin:/usr/bin:/bin"
+ONE_CORE = "c13"  # of two hyperthreads
+CONTAINER = r"--container-mounts=(/.*):\1$|--container-workdir=/.*$|ENROOT_LOGIN_SHELL=no$"
+
+
+def image(name):
+    return f"--container-image={name}$|{CONTAINER}"
+
+
+GIVEN = {
+    # each file
+    **{name: Given(f"{TWO_NODES} slurm/{name}.sbatch", task(2, 2, 0, TORCHRUN.format(2, 1)), 2)
+       for name in ("cifar10", "cpu", "synthetic")},
+    "cifar10-srun": Given(f"{TWO_NODES} slurm/cifar10-srun.sbatch",
+                          task(2, 2, 0, r"python /.*/cifar10-srun-\d+.py --checkpoint"), 2),
+    "cpu-container": Given(f"{TWO_NODES} slurm/cpu-container.sbatch",
+                           task(2, 2, 0, TORCHRUN.format(2, 1)), 2, {"PATH": f"pyxis{PATH}"}),
+    "fashionmnist": Given(f"{ONE_NODE} slurm/fashionmnist.sbatch",
+                          task(2, 2, 0, r"python /.*/fashionmnist-\d+.py --nproc 1"), 1,
+                          {"PATH": f"smi{PATH}", "CHECKPOINT": "watched.pt"}),
+    "mnist": Given(f"{ONE_NODE} slurm/mnist.sbatch --epochs 3",
+                   task(2, 2, 0, "python mnist_dp/train.py --epochs 3").strip()),
+    # NPROC
+    **{f"{name} NPROC": Given(f"{TWO_NODES} slurm/{name}.sbatch",
+                              task(2, 1, 0, TORCHRUN.format(2, 3)), 2, NPROC)
+       for name in ("cifar10", "cpu", "synthetic")},
+    "cifar10-srun NPROC": Given(f"{TWO_NODES} slurm/cifar10-srun.sbatch",
+                                task("[12]", 1, 0, "python /.*"), 6, NPROC),
+    "fashionmnist NPROC": Given(f"{ONE_NODE} slurm/fashionmnist.sbatch",
+                                task(2, 1, 0, "python /.* --nproc 3"), 1, NPROC),
+    "container NPROC": Given(f"{TWO_NODES} slurm/cpu-container.sbatch",
+                             task(2, 1, 0, TORCHRUN.format(2, 3)), 2,
+                             {"PATH": f"pyxis{PATH}", **NPROC}),
+    # other options
+    "one core": Given("slurm/cifar10.sbatch", "One core and no GPU|" +
+                      task(1, 1, "none", TORCHRUN.format(1, 1)), 2, nodes=ONE_CORE),
+    **{f"{name} on one core": Given(f"-c1 slurm/{name}.sbatch", task(1, 1, "none", program),
+                                    nodes=ONE_CORE)
+       for name, program in (("mnist", "python"), ("synthetic", TORCHRUN.format(1, 1)))},
+    "gres": Given("--nodes=2 -c2 --gres=gpu:2 slurm/cifar10.sbatch",
+                  task(2, 1, "0,1", TORCHRUN.format(2, 2)), 2),
+    "GPUs per task": Given("-N2 -c2 --gpus-per-task=2 slurm/cifar10-srun.sbatch",
+                           task(1, 1, "0,1", "python"), 4),
+    "tasks": Given("--ntasks-per-node=2 -c1 slurm/cifar10.sbatch",
+                   task(2, 1, "none", TORCHRUN.format(1, 2))),
+    "uneven nodes": Given("--exclusive --nodes=2 slurm/cifar10.sbatch",
+                          task("[12]", 1, "0,1", TORCHRUN.format(2, 2)), 2, nodes="c8,c12"),
+    "in srun": Given("-w c1 slurm/cpu.sbatch", task(2, 1, "none", TORCHRUN.format(1, 2)),
+                     inside="srun -c1 --gpus-per-node=2 --mem-per-cpu=500 -w c1"),
+    "in salloc": Given("-c2 --mem=700 slurm/cifar10-srun.sbatch", task(1, 1, "none", "python"), 2,
+                       inside="salloc --mem-per-cpu=500 --gpus-per-node=1 --cpus-per-gpu=1 -n2"),
+    # images
+    "file": Given("slurm/cpu-container.sbatch", image("/.*/shared disk/my.img"), 4,
+                  {"PATH": f"pyxis{PATH}", "IMAGE": "my.img"}),
+    "missing file": Given("slurm/cpu-container.sbatch", image("/.*/shared disk/pytorch.sqsh"), 4,
+                          {"PATH": f"pyxis{PATH}"}),
+    "name": Given("slurm/cpu-container.sbatch", image("nvcr.io#nvidia/pytorch:1"), 4,
+                  {"PATH": f"pyxis{PATH}", "IMAGE": "nvcr.io#nvidia/pytorch:1"}),
+    # mistakes
+    "--checkpoint": Given("slurm/cpu.sbatch --checkpoint my.pt", "error: .*CHECKPOINT="),
+    "fashionmnist on two nodes": Given("-N2 slurm/fashionmnist.sbatch", "error: one node"),
+    "other numbers of GPUs": Given("-N2 --gpus=3 slurm/cifar10.sbatch", "error: .*--gpus-per-node"),
+    "heterogeneous job": Given("-c1 : -c1 slurm/cpu.sbatch", "error: .* : "),
+}
+
+
+@pytest.fixture(scope="module")
+def given_jobs(lab):
+    """The ids of the jobs of GIVEN. A test waits for its own."""
+    (lab.folder / "my.img").touch()
+    (lab.folder / "watched-gpu.log").write_text("of the first start\n")
+    usual = {"VIRTUAL_ENV": lab.folder / "show", "OMP_PROC_BIND": "true"}
+    return {name: lab.sbatch(row.command, row.nodes, row.inside, **usual, **row.variables)
+            for name, row in GIVEN.items()}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_tasks_are_given(lab, given_jobs, name):
+    job = given_jobs[name]
+    lab.wait_for_state(job, "FAILED")  # as SHOW does
+    output = lab.output(job)
+    row = GIVEN[name]
+    found = re.findall(f"^(?:{row.shown})", output, re.MULTILINE)
+    assert len(found) == row.number, (
+        f"sbatch {row.command}: {len(found)} lines for {row.number} show {row.shown!r}:\n{output}")
+    assert "goes on" not in output, f"srun does not end all tasks when one has failed:\n{output}"
+    assert "srun: warning" not in output, f"srun warns:\n{output}"
+    assert lab.restarts(job) == 0, f"a job that has saved nothing was requeued:\n{output}"
+
+
+def test_jobs_of_a_node_use_other_ports(lab, given_jobs):
+    ports = {}
+    for name in ("cifar10", "cpu", "cpu-container", "synthetic"):
+        lab.wait_for_state(given_jobs[name], "FAILED")
+        ports[name] = re.search(r"--rdzv-endpoint=\S*:(\d+)", lab.output(given_jobs[name]))[1]
+    assert len(set(ports.values())) == len(ports), f"jobs would meet at the same port: {ports}"
+
+
+def test_a_job_that_requests_no_memory_gets_its_share(lab, given_jobs):
+    memory = lab.show(given_jobs["cifar10"], "MinMemoryCPU")
+    assert memory == "5000M", f"a core gets {memory} of a node with two cores and 10000M"
+
+
+def test_log_of_gpus_is_continued_and_ends_with_the_job(lab, given_jobs):
+    job = given_jobs["fashionmnist"]
+    lab.wait_for_state(job, "FAILED")
+    log = (lab.folder / "watched-gpu.log").read_text()
+    assert log == "of the first start\ndmon -s pucm -d 5\n", f"the log of the GPUs' use is:\n{log}"
+    left = lab.machines[lab.show(job, "NodeList")].exec("pgrep -x nvidia-smi; true")
+    assert not left, f"nvidia-smi still runs after the job: pid {left}"
+
+
+@pytest.mark.parametrize("variables, shown", [
+    ("NODES=3 NPROC=8", task(2, 1, "none", TORCHRUN.format(3, 8))),
+    ("", task(2, 1, "none", TORCHRUN.format(2, 2))),
+])
+def test_terminal_is_given(lab, variables, shown):
+    output = lab.sh(f"{variables} srun -c2 bash slurm/ddp-master-node.sh || true",
+                    env={"VIRTUAL_ENV": lab.folder / "show", "OMP_PROC_BIND": "true"})
+    assert re.search(f"^{shown}", output, re.MULTILINE), f"not {shown!r}:\n{output}"
+
+
+# --- jobs that are disturbed ---
+def wait_for_steps(lab, job, restarts=0):
+    """Wait until the job has logged steps since it was requeued so often."""
+    def logged():
+        starts = lab.output(job).split(" | steps ")[1:]
+        return len(starts) == restarts + 1 and "  step " in starts[restarts]
+
+    lab.wait_for(job, f"training after {restarts} restarts", logged)
 
 
 def preempt(lab, node, job):
@@ -150,7 +325,7 @@ def preempt(lab, node, job):
 
 def assert_resumed(lab, job, restarts, checkpoint=None):
     """The job completes, was requeued so often, resumed where it was, and has the same weights."""
-    lab.wait(job, "COMPLETED")
+    lab.wait_for_state(job, "COMPLETED")
     output = lab.output(job)
     number = lab.restarts(job)
     assert number == restarts, f"job {job} was requeued {number} times, not {restarts}:\n{output}"
@@ -162,11 +337,11 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
         f"weights of job {job} differ by {change} from those of training outside Slurm:\n{output}")
 
 
-# --- jobs that come back: the longest stories first ---
-def lost_nodes(lab):
+# They come back. Those that take longest are first.
+def lost_node(lab):
     """One job loses the node of its batch script, another one its other node."""
     jobs = [lab.sbatch(f"--nodes=2 slurm/cifar10.sbatch {LONG} --save-every 0", nodes,
-                       SCRIPT="slow.py", LIVES=1) for nodes in ("c5,c6,c9", "c7,c8,c9")]
+                       SCRIPT="slow.py", SLOW_STARTS=1) for nodes in ("c5,c6,c9", "c7,c8,c9")]
     for job in jobs:
         wait_for_steps(lab, job)
     time.sleep(3)  # until there is a checkpoint
@@ -177,25 +352,49 @@ def lost_nodes(lab):
 
 
 def time_limit(lab):
-    """Stops 35 s after the signal (torchrun's own limit is 30). The checkpoint is a link."""
-    job = lab.sbatch(f"slurm/cpu.sbatch {LONG}", "c10", SCRIPT="slow.py", LIVES=1, STOP_SECONDS=35,
-                     CHECKPOINT="link.pt")
+    """Stops 35 s after the signal (torchrun's own limit is 30). The checkpoint is a link.
+
+    Meanwhile, the script is edited: only a new job runs that.
+    """
+    (lab.folder / "link.pt").symlink_to(lab.root / "scratch disk.pt")
+    command = f"slurm/cpu.sbatch {LONG}"
+    variables = {"SCRIPT": "mine/slow.py", "CHECKPOINT": "link.pt", "SLOW_STARTS": 1}
+    job = lab.sbatch(command, "c10", STOP_SECONDS=35, **variables)
     wait_for_steps(lab, job)
+    (lab.folder / "mine/slow.py").write_text("raise SystemExit('edited')")
     lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
     lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
     lab.sh(f"scontrol update job={job} TimeLimit=30")
     assert_resumed(lab, job, 1, "link.pt")
+    job = lab.sbatch(command, "c10", **variables)
+    lab.wait_for_state(job, "FAILED")
+    assert "edited" in lab.output(job), f"a new job runs the old script:\n{lab.output(job)}"
+
+
+def controller_away(lab):
+    """The controller is killed while the job stops, and started again when the job has noticed."""
+    with booted(lambda folder: Lab(folder, 3)) as own_lab:  # others need their controller
+        prepare(own_lab)
+        job = own_lab.sbatch(f"slurm/cpu.sbatch {LONG}", "c1", SCRIPT="slow.py", SLOW_STARTS=1)
+        wait_for_steps(own_lab, job)
+        log = f"cpu-{job}.out"
+        own_lab.sh(f"scancel --signal=TERM {job}; "
+                   f"until grep 'saved step' {log}; do sleep 0.1; done; pkill -KILL slurmctld; "
+                   f"until grep 'Unable to contact' {log}; do sleep 0.1; done; "
+                   "service slurmctld restart", timeout=200)
+        own_lab.long_run = lab.long_run
+        assert_resumed(own_lab, job, 1)
 
 
 def preempted(lab):
     """With a GraceTime, then without one."""
     job = lab.sbatch(f"--nodes=2 --partition=low slurm/cifar10.sbatch {LONG}", "c3,c4",
-                     SCRIPT="slow.py", LIVES=2)
+                     SCRIPT="slow.py", SLOW_STARTS=2)
     lab.sh("scontrol update partition=low GraceTime=60")
     wait_for_steps(lab, job)
     preempt(lab, "c3", job)
     lab.sh("scontrol update partition=low GraceTime=0")
-    wait_for_steps(lab, job, life=1)
+    wait_for_steps(lab, job, restarts=1)
     preempt(lab, "c3", job)
     assert_resumed(lab, job, 2)
 
@@ -204,7 +403,7 @@ def array(lab):
     """Two tasks. Task 1 is stopped when task 0 has completed, and its job id is the array's."""
     array = lab.sbatch(f"--nodes=2 --array=0-1 slurm/cifar10.sbatch {LONG}", SCRIPT="slow.py")
     wait_for_steps(lab, f"{array}_1")
-    lab.wait(f"{array}_0", "COMPLETED")
+    lab.wait_for_state(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
     for task, restarts in (f"{array}_1", 1), (f"{array}_0", 0):
         assert_resumed(lab, task, restarts)
@@ -219,7 +418,7 @@ def preempted_before_training(lab):
     assert_resumed(lab, job, 1)
 
 
-# --- jobs that end for good ---
+# They end for good.
 def bug(lab):
     """A step fails whenever it is reached. The job looks as if a task of an array submitted it."""
     job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG} --save-every 0", SCRIPT="bug.py",
@@ -233,12 +432,12 @@ def bug(lab):
 def cancelled(lab):
     """It was requeued by hand before."""
     job = lab.sbatch(f"--cpus-per-task=2 slurm/cifar10-srun.sbatch {LONG}", "c11",
-                     SCRIPT="slow.py", LIVES=2)
+                     SCRIPT="slow.py", SLOW_STARTS=2)
     wait_for_steps(lab, job)
     lab.sh(f"scontrol requeue {job}")
-    wait_for_steps(lab, job, life=1)
+    wait_for_steps(lab, job, restarts=1)
     lab.sh(f"scancel {job}")
-    lab.wait(job, "CANCELLED")
+    lab.wait_for_state(job, "CANCELLED")
     time.sleep(10)  # a requeued job waits for 7 s
     state = lab.show(job, "JobState")
     output = lab.output(job)
@@ -248,118 +447,77 @@ def cancelled(lab):
     assert 0 < begin < step < 160, f"resumed at {begin}, checkpoint of step {step}:\n{output}"
 
 
-STORIES = {function.__name__: function for function in (
-    lost_nodes, time_limit, preempted, array, preempted_before_training, bug, cancelled)}
+DISTURBED = {function.__name__: function for function in (
+    lost_node, time_limit, controller_away, preempted, array, preempted_before_training, bug,
+    cancelled)}
 
 
 @pytest.fixture(scope="module")
-def stories(lab, request):
-    """The stories (futures) of the chosen tests, side by side, and the training they refer to."""
+def disturbed(lab, request):
+    """Futures of the disturbed jobs of the chosen tests, side by side, and their final weights."""
     chosen = {item.name for item in request.session.items}
-    with ThreadPoolExecutor(len(STORIES)) as pool:
-        started = {name: pool.submit(function, lab) for name, function in STORIES.items()
-                   if f"test_story[{name}]" in chosen}
+    with ThreadPoolExecutor(len(DISTURBED)) as pool:
+        futures = {name: pool.submit(function, lab) for name, function in DISTURBED.items()
+                   if f"test_disturbed_job[{name}]" in chosen}
         lab.long_run = lab.root / "long_run.pt"
         result = run("cpu_ddp", *LONG.split(), "--checkpoint", lab.long_run, nproc=2,
                      launcher="torchrun", timeout=600, env={"OMP_NUM_THREADS": 1})
         assert result.status == 0, f"the training outside Slurm failed:\n{result.text}"
-        yield started
+        yield futures
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_story(stories, name):
-    stories[name].result(timeout=900)
+@pytest.mark.parametrize("name", DISTURBED)
+def test_disturbed_job(disturbed, name):
+    disturbed[name].result(timeout=900)
 
 
-# --- jobs that nobody disturbs ---
-class Row(NamedTuple):
-    """A job, and what it shows."""
+# --- jobs that train to their end ---
+class Trained(NamedTuple):
+    """A job, and what it prints."""
 
     command: str  # sbatch COMMAND
     shown: str  # a regular expression
-    number: int = 1  # of lines that show it
-    variables: dict = {"SCRIPT": "probe.py", "OMP_PROC_BIND": "true"}
+    number: int = 1  # of lines that match it
+    variables: dict = {}
     inside: str = ""  # what sbatch is typed behind
     state: str = "COMPLETED"
-    nodes: str = "c1,c2,c3,c4"
 
 
-def probe(cores, threads, gpus):
-    return f"^process: cores {cores} threads {threads} GPUs {gpus}$"
-
-
-TOOLS = ":/usr/local/bin:/usr/bin:/bin"
-FAILED = {"variables": {}, "state": "FAILED"}
-ROWS = {
-    # processes, cores and GPUs
-    "one core": Row("slurm/cifar10.sbatch", "^One core and no GPU|" + probe(1, 1, "none"), 2),
-    "gres": Row("--nodes=2 -c2 --gres=gpu:2 slurm/cifar10.sbatch", probe(2, 1, "0,1"), 4),
-    "GPUs per task": Row("-N2 -c2 --gpus-per-task=2 slurm/cifar10-srun.sbatch",
-                         probe(1, 1, "0,1"), 4),
-    "tasks": Row("--ntasks-per-node=2 -c1 slurm/cifar10.sbatch", probe(2, 1, "none"), 2),
-    "uneven nodes": Row("--exclusive --nodes=2 slurm/cifar10.sbatch", probe(".", 1, "0,1"), 4,
-                        nodes="c10,c12"),
-    "in srun": Row("-w c1 slurm/cpu.sbatch", probe(2, 1, "none"), 2,
-                   inside="srun -c1 --gpus-per-node=2 --mem-per-cpu=500 -w c1"),
-    "in salloc": Row("-c2 --mem=700 slurm/cifar10-srun.sbatch", probe(1, 1, "none"), 2,
-                     inside="salloc --mem-per-cpu=500 --gpus-per-node=1 --cpus-per-gpu=1 -n2"),
-    "all cores": Row("-c2 slurm/mnist.sbatch", probe(2, 2, "none")),
-    # each file, with what is particular to it
-    "cpu": Row(f"--nodes=2 --export=NONE slurm/cpu.sbatch {LINEAR}", "^world size 4", 1, {}),
-    "mnist": Row(f"-c2 --gpus-per-node=2 slurm/mnist.sbatch {IMAGES}",
-                 "^GPUs none, threads 2 |^epoch 1/1 .* test", 2, {}),
-    "fashionmnist": Row(f"-c2 ./fashionmnist.sbatch {IMAGES}", "^world size 2 .* threads 1 |"
-                        "^saved step 2 in .*/slurm/fashionmnist-", 2, {"PATH": "smi" + TOOLS},
-                        inside="cd slurm &&"),
-    "cifar10": Row(f"--nodes=2 --gpus-per-node=1 ./cifar10.sbatch {IMAGES}",
-                   "^saved step 2 in .*/mine/cifar10-", 1,
-                   {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, inside="cd mine &&"),
-    "synthetic": Row(f"--gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}", "^world size 2", 1, {}),
-    "container": Row("slurm/cpu-container.sbatch",
-                     r"^--container-(image=.*/shared disk/my.sqsh|mounts=(/.*/shared disk):\2"
-                     r"|workdir=/.*/shared disk)$", 3,
-                     {"IMAGE": "my.sqsh", "PATH": "pyxis" + TOOLS}),
-    # mistakes
-    "--checkpoint": Row("slurm/cpu.sbatch --checkpoint my.pt", "^error: .*CHECKPOINT=", **FAILED),
-    "behind the file": Row("slurm/cpu.sbatch --cpus-per-task=2", "error: .*--cpus-per-task", 2,
-                           **FAILED),
-    "fashionmnist on two nodes": Row("-N2 slurm/fashionmnist.sbatch", "^error: one node", **FAILED),
+TRAINED = {
+    "cpu": Trained(f"--nodes=2 --export=NONE slurm/cpu.sbatch {LINEAR}", "^world size 4"),
+    "mnist": Trained(f"-c2 --gpus-per-node=2 slurm/mnist.sbatch {IMAGES}",
+                     "^GPUs none, threads 2 |^epoch 1/1 .* test", 2),
+    "fashionmnist": Trained(f"-c2 ./fashionmnist.sbatch {IMAGES}",
+                            "^world size 2 .* threads 1 |"
+                            "^saved step 2 in .*/slurm/fashionmnist-", 2, inside="cd slurm &&"),
+    "cifar10": Trained(f"--nodes=2 --gpus-per-node=1 ./cifar10.sbatch {IMAGES}",
+                       "^saved step 2 in .*/mine/cifar10-", 1,
+                       {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, inside="cd mine &&"),
+    "synthetic": Trained(f"--gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}", "^world size 2"),
+    "behind the file": Trained("slurm/cpu.sbatch --cpus-per-task=2", "error: .*--cpus-per-task",
+                               2, state="FAILED"),
 }
 
 
 @pytest.fixture(scope="module")
-def jobs(lab):
-    """The ids of the jobs of ROWS. A test waits for its own."""
-    # nvidia-smi, and srun where there is no pyxis, show their options.
-    write_program(lab.folder / "smi/nvidia-smi", '[[ $# = 0 ]] || { echo "$*"; sleep 1234; }')
-    write_program(lab.folder / "pyxis/srun", 'printf "%s\\n" "$@"')
-    (lab.folder / "mine").mkdir()
+def trained_jobs(lab):
+    """The ids of the jobs of TRAINED. A test waits for its own."""
     shutil.copy(lab.folder / "cifar10_ddp/train.py", lab.folder / "mine/my.py")
     shutil.copy(lab.folder / "slurm/cifar10.sbatch", lab.folder / "mine")
-    return {name: lab.sbatch(row.command, row.nodes, row.inside, **row.variables)
-            for name, row in ROWS.items()}
+    return {name: lab.sbatch(row.command, "c1,c2,c3,c4", row.inside, **row.variables)
+            for name, row in TRAINED.items()}
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_job(lab, jobs, name):
-    row = ROWS[name]
-    lab.wait(jobs[name], row.state)
-    output = lab.output(jobs[name])
+@pytest.mark.parametrize("name", TRAINED)
+def test_job_trains(lab, trained_jobs, name):
+    row = TRAINED[name]
+    job = trained_jobs[name]
+    lab.wait_for_state(job, row.state)
+    output = lab.output(job)
     found = re.findall(row.shown, output, re.MULTILINE)
     assert len(found) == row.number, (
         f"{name}: {len(found)} lines for {row.number} show {row.shown!r}:\n{output}")
-    restarts = lab.restarts(jobs[name])
-    assert restarts == 0, f"{name}: the job was requeued {restarts} times"
-    assert "srun: warning" not in output, f"{name}: srun warns:\n{output}"
-
-
-def test_log_of_gpus_is_written_and_ends_with_the_job(lab, jobs):
-    job = jobs["fashionmnist"]
-    lab.wait(job, "COMPLETED")
-    log = (lab.folder / f"slurm/fashionmnist-{job}-gpu.log").read_text()
-    assert log == "dmon -s pucm -d 5\n", f"the log of the GPUs' use has other content:\n{log}"
-    left = lab.machines[lab.show(job, "NodeList")].exec("pgrep -x nvidia-smi; true")
-    assert not left, f"nvidia-smi still runs after the job: pid {left}"
+    assert lab.restarts(job) == 0, f"{name}: the job was requeued:\n{output}"
 
 
 # --- terminals ---
