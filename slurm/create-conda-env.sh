@@ -37,11 +37,15 @@ if ! folder=$(prefix "$@" 2>/dev/null); then
     "$conda" create --yes "$@" --override-channels --channel conda-forge python=3.12 pip
     folder=$(prefix "$@")
 fi
+folder=$(cd "$folder" && pwd -P)
 # What is in ~/.local does not count, and nothing is installed there.
 export PYTHONNOUSERSITE=1 PIP_USER=0
 "$folder/bin/python" -m pip install --quiet -r "$here/requirements.txt"
-if [[ ! -x $folder/bin/torchrun ]]; then
-    echo "error: $folder has no bin/torchrun: delete the folder and run this again" >&2
+# In a folder that was moved or copied, torchrun names another Python. PYTHONPATH may hold PyTorch.
+if ! grep -qF "$folder/bin/python" "$folder/bin/torchrun" ||
+        ! "$folder/bin/torchrun" --help >/dev/null; then
+    echo "error: torchrun of $folder does not start, or not with its Python: delete the folder," \
+        "unset PYTHONPATH if it is set, and run this again" >&2
     exit 1
 fi
 echo "$folder is ready: conda activate $folder"
