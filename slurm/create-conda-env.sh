@@ -44,8 +44,8 @@ export PYTHONNOUSERSITE=1 PIP_USER=0
 # In a folder that was moved or copied, torchrun names another Python. PYTHONPATH may hold PyTorch.
 if ! grep -qF "$folder/bin/python" "$folder/bin/torchrun" ||
         ! "$folder/bin/torchrun" --help >/dev/null; then
-    echo "error: torchrun of $folder does not start, or not with its Python: delete the folder," \
-        "unset PYTHONPATH if it is set, and run this again" >&2
+    echo "error: torchrun of $folder does not start, or not with its Python:" \
+        "delete $folder, unset PYTHONPATH if it is set, and run this again" >&2
     exit 1
 fi
 echo "$folder is ready: conda activate $folder"

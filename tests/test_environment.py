@@ -25,22 +25,39 @@ esac
 """
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A folder with slurm/, and pip finds nothing but the tiny package, in versions 1.0 and 2.0."""
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder with the tiny package, in versions 1.0 and 2.0."""
+    folder = tmp_path_factory.mktemp("wheels")
     for version in ("1.0", "2.0"):
         files = {"WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n", "RECORD": "",
                  "METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
                  "entry_points.txt": "[console_scripts]\ntorchrun = tiny:show\n"}
-        with zipfile.ZipFile(tmp_path / f"tiny-{version}-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(folder / f"tiny-{version}-py3-none-any.whl", "w") as wheel:
             wheel.writestr("tiny.py", f"def show(): print('{version}')\n")
             for name, text in files.items():
                 wheel.writestr(f"tiny-{version}.dist-info/{name}", text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(wheels, tmp_path_factory):
+    """A virtual environment with the tiny package."""
+    venv = tmp_path_factory.mktemp("finished") / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=120)
+    subprocess.run([venv / "bin/python", "-m", "pip", "install", "--quiet", "--no-index",
+                    wheels / "tiny-1.0-py3-none-any.whl"], check=True, timeout=120)
+    return venv
+
+
+@pytest.fixture
+def project(wheels, tmp_path, monkeypatch):
+    """A folder with slurm/, and pip finds nothing but the tiny package."""
     home = f".local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-    shutil.unpack_archive(tmp_path / "tiny-1.0-py3-none-any.whl", tmp_path / home, "zip")
+    shutil.unpack_archive(wheels / "tiny-1.0-py3-none-any.whl", tmp_path / home, "zip")
     monkeypatch.setattr(os, "environ", {
         "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_USER": "1",
-        "PIP_FIND_LINKS": tmp_path.as_uri(), "PYTHON": sys.executable, "HOME": str(tmp_path),
+        "PIP_FIND_LINKS": wheels.as_uri(), "PYTHON": sys.executable, "HOME": str(tmp_path),
         "PATH": "/usr/bin:/bin"})
     shutil.copytree(ROOT / "slurm", tmp_path / "a project/slurm")
     return tmp_path / "a project"
@@ -70,6 +87,39 @@ def test_venv_that_was_interrupted_is_completed(project):
     subprocess.run(command, check=True, timeout=60)
     (project / ".venv/bin/activate").unlink()
     assert_follows_the_requirements(project / "slurm/create-venv.sh", project / ".venv")
+
+
+@pytest.mark.parametrize("change", [
+    "",
+    "rm -r .venv/lib/python*/site-packages/pip*",
+    "rm .venv/lib/python*/site-packages/tiny.py",  # as after an upgrade of Python
+], ids=["copied", "no pip", "damaged"])
+def test_venv_that_does_not_work_is_not_ready(project, finished, change):
+    shutil.copytree(finished, project / ".venv", symlinks=True)
+    if change:  # of one that was not copied
+        command = f"sed -i '1s|{finished}|{project}/.venv|' .venv/bin/*; {change}"
+        subprocess.run(["bash", "-c", command], cwd=project, check=True, timeout=30)
+    assert_is_not_ready(project / "slurm/create-venv.sh")
+
+
+def test_conda_environment_that_was_copied_is_not_ready(project, finished, tmp_path):
+    write_program(tmp_path / "miniforge3/bin/conda", CONDA)
+    shutil.copytree(finished, project / ".conda", symlinks=True)
+    assert_is_not_ready(project / "slurm/create-conda-env.sh")
+
+
+def test_venv_is_not_ready_if_its_package_is_on_pythonpath(project, wheels, tmp_path):
+    shutil.unpack_archive(wheels / "tiny-1.0-py3-none-any.whl", tmp_path / "site", "zip")
+    os.environ["PYTHONPATH"] = str(tmp_path / "site")
+    assert_is_not_ready(project / "slurm/create-venv.sh")
+
+
+def assert_is_not_ready(script):
+    (script.parent / "requirements.txt").write_text("tiny==1.0\n")
+    done = bash(script)
+    assert done.returncode != 0, f"{script.name} calls it ready:\n{done.stdout}"
+    assert re.search("^error: .*delete .*/\\.(venv|conda)", done.stderr, re.MULTILINE), (
+        f"no error line that names the folder to delete:\n{done.stderr}")
 
 
 @pytest.mark.parametrize("script, lack, remedy", [
