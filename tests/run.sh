@@ -33,6 +33,7 @@ quick=(
     tests/test_error_lines.py::test_a_mistake_is_an_error_line
     tests/test_environment_variables.py
     tests/test_gpu.py
+    tests/test_edits.py::test_gradients_that_are_not_exchanged_are_an_error
     'tests/test_stop_and_resume.py::test_a_signal_to_one_process_stops_all[cpu_ddp-SIGTERM]'
     tests/test_stop_and_resume.py::test_all_ranks_use_the_flags_of_rank_0
 )

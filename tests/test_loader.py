@@ -137,4 +137,5 @@ def test_start_method_spawn(folder, tmp_path):
     with start(copy, *flags_of(folder, 1)) as job:
         result = job.result()
         wait_until_gone(job, "start method spawn")
-    assert result.status == 0, f"start method spawn: status {result.status}\n{result.text}"
+    assert result.status == 0, (
+        f"with start method spawn, a run ends with status {result.status}\n{result.text}")
