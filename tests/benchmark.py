@@ -32,7 +32,7 @@ from torchvision import datasets, transforms
 
 BATCH_SIZES = {"mnist_dp": 128, "cifar10_ddp": 128, "fashionmnist_ddp": 64}
 STEPS = {"mnist_dp": 60, "cifar10_ddp": 4, "fashionmnist_ddp": 100}  # of an epoch on a CPU
-GPU_STEPS = {"mnist_dp": 900, "cifar10_ddp": 400, "fashionmnist_ddp": 2000}
+GPU_STEPS = {"mnist_dp": 300, "cifar10_ddp": 200, "fashionmnist_ddp": 600}
 LOADER_WORKERS = {"mnist_dp": 0, "cifar10_ddp": 8, "fashionmnist_ddp": 4}  # of the tutorials
 GPUS = torch.cuda.device_count()
 CORES = len(os.sched_getaffinity(0))
