@@ -299,7 +299,7 @@ def train(args):
 
     def handler(signum, frame):
         signals.append(signum)
-        log("signal received: stopping after this step or evaluation")
+        log("signal received: stopping within a few steps, or after this evaluation")
 
     signals = []
     handle_signals(handler)

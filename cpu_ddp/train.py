@@ -136,7 +136,7 @@ def train(args):
 
     def handler(signum, frame):
         signals.append(signum)
-        log("signal received: stopping after this step or evaluation")
+        log("signal received: stopping within a few steps")
 
     signals = []
     handle_signals(handler)

@@ -196,7 +196,7 @@ def train(args):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     def handler(signum, frame):
         signals.append(signum)
-        log("signal received: stopping after this step or evaluation")
+        log("signal received: stopping within a few steps, or after this evaluation")
 
     signals = []
     handle_signals(handler)
