@@ -27,6 +27,10 @@ IMAGES = "--epochs 1 --fake-data 32 --batch-size 8"
 # 160 steps of 2 processes, a log line each, and no checkpoint but when the run is stopped.
 LONG = "--epochs 40 --samples 256 --save-every 1000 --log-every 0"
 
+# What a notebook leaves in the shell.
+LEFT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 9994}
+
 # What takes the place of torchrun and python: it writes to a file what its task was given. When all
 # tasks have, the last one fails. The others would go on. (Slurm may lose what they print.)
 SHOW = """
@@ -418,9 +422,9 @@ def array(lab):
 
 
 def preempted_before_training(lab):
-    """Preempted while it imports, with a format of times that hides the year."""
+    """Preempted while it imports. Slurm shows times as "Nov 26"."""
     job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG}", "c12", NPROC=2, SCRIPT="late.py",
-                     SLURM_TIME_FORMAT="%a %T")
+                     SLURM_TIME_FORMAT="Nov %d", **LEFT)
     lab.wait_for(job, "importing", lambda: "importing" in lab.output(job))
     preempt(lab, "c12", job)
     assert_resumed(lab, job, 1)
@@ -557,6 +561,6 @@ def test_python_in_a_terminal_is_one_run(lab, allocation, command, processes):
     """The command is the shell of an allocation."""
     write_program(lab.folder / "shell", command)
     allocation = shlex.quote(f"SHELL=./shell {allocation}")
-    shown = lab.sh(f"script --quiet --command {allocation} /dev/null", timeout=200)
+    shown = lab.sh(f"script --quiet --command {allocation} /dev/null", timeout=200, env=LEFT)
     sizes = re.findall(r"world size (\d+)", shown)
     assert sizes == [str(processes)], f"not one run of {processes} processes:\n{shown}"
