@@ -106,7 +106,8 @@ def train_to_end(script, *flags, nproc=1, **options):
     """Run a script's main(), as train_forked() does. It must end well."""
     end = train_forked(script, *flags, nproc=nproc, **options)
     assert end.statuses == nproc * [0], (
-        f"{script} {flags} must end well on {nproc} processes, not with {end.statuses}\n{end.text}")
+        f"{script} must end well, not with {end.statuses}, on {nproc} processes with {flags}\n"
+        f"{end.text}")
     return end
 
 
@@ -119,6 +120,8 @@ def train_until(script, *flags, nproc, after, setup=lambda module, rank: None):
             signal_after(after - 1)
 
     end = train_forked(script, *flags, nproc=nproc, setup=setup_and_stop)
+    assert Path(flags[-1]).exists(), (
+        f"a signal before step {after} must stop and save: {end.statuses}\n{end.text}")
     step = load_checkpoint(flags[-1])["step"]
     assert step == after, (
         f"a signal before step {after} has stopped the run after step {step}\n{end.text}")

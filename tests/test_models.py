@@ -1,9 +1,11 @@
 """cifar10_ddp trains any classifier of torchvision: here, one of each kind."""
 
+import re
+
 import pytest
 import torch
 from forked import fork
-from scripts import load_script
+from scripts import ROOT, load_script
 from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
@@ -11,6 +13,13 @@ CPU = torch.device("cpu")
 NAMES = ["resnet18", "resnet50", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5", "googlenet",
          "inception_v3", "efficientnet_b0", "convnext_tiny", "maxvit_t", "swin_v2_t", "swin_v2_b",
          "vit_b_16", "densenet121", "mobilenet_v3_small", "vgg11", "alexnet"]
+
+
+def test_the_models_that_pages_name_are_tested():
+    pages = [path.read_text() for pattern in ("*.md", "*/*.md", "*/*.sbatch", "*/train.py")
+             for path in ROOT.glob(pattern)]
+    named = {name for page in pages for name in re.findall(r"--model ([a-z]\w+)", page)}
+    assert named <= set(NAMES), f"pages name models that are not tested: {named - set(NAMES)}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -91,6 +91,7 @@ def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
     check_every = load_script(script).CHECK_EVERY
     life = train_two(script, path, disturb=disturb, check_every=check_every)
     what = f"{name} to one process of {script} after step 2"
+    assert path.exists(), f"{what}: nothing is saved, it ends with {life.statuses}\n{life.text}"
     step = load_checkpoint(path)["step"]
     assert_stopped(life, step, what)
     assert step <= 2 + check_every, (
