@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from checkpoints import difference, load_checkpoint
+from copies import make_copy
 from launchers import run
 from scripts import ROOT, SCRIPTS
 from slurm_lab import Lab, booted, reason_to_skip, write_program
@@ -60,23 +61,22 @@ done
 exec /usr/bin/srun "$@"
 """
 
-# Copies of cpu_ddp for jobs that are disturbed: a text, and what is put in front of it.
-DUE = "            due = step == total_steps"
-SLOW = """\
-            starts = os.environ.get("SLOW_STARTS") or os.environ["SLURM_ARRAY_TASK_ID"]
-            if int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(starts):
-                time.sleep(float(os.environ.get("STOP_SECONDS") or 0) if stop else 0.5)
+# Copies for jobs that are disturbed.
+SLOW = """
+starts = os.environ.get("SLOW_STARTS") or os.environ["SLURM_ARRAY_TASK_ID"]
+if int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(starts):
+    time.sleep(float(os.environ.get("STOP_SECONDS") or 0) if stop else 0.5)
 """
-LATE = """\
+LATE = """
 print("importing", flush=True)
 if "SLURM_RESTART_COUNT" not in os.environ:
     time.sleep(60)
 """
-COPIES = {
-    "slow.py": (DUE, SLOW),
-    "late.py": ("import torch\n", LATE),
-    "bug.py": (DUE, "            assert step < 70\n"),
-    "mine/slow.py": ("import torch\n", "import beside\n"),  # of slow.py
+COPIES = {  # file: of which script, and the edit
+    "slow.py": ("cpu_ddp", 'before "due = step == total_steps"', SLOW),
+    "late.py": ("cpu_ddp", 'after "from datetime import timedelta"', LATE),
+    "bug.py": ("cpu_ddp", 'before "due = step == total_steps"', "assert step < 70"),
+    "mine/slow.py": ("slow.py", 'after "from datetime import timedelta"', "import beside"),
 }
 
 
@@ -140,11 +140,8 @@ def prepare(lab):
     for name in (*SCRIPTS, "slurm"):
         shutil.copytree(ROOT / name, lab.folder / name)
     (lab.folder / "mine").mkdir()
-    for name, (place, code) in COPIES.items():
-        source = lab.folder / ("slow.py" if name == "mine/slow.py" else "cpu_ddp/train.py")
-        text = source.read_text()
-        assert text.count(place) == 1, f"{source} has no place for {name}: {place}"
-        (lab.folder / name).write_text(text.replace(place, code + place))
+    for name, (script, *edit) in COPIES.items():
+        make_copy(script if script in SCRIPTS else lab.folder / script, lab.folder / name, edit)
     (lab.folder / "mine/beside.py").touch()
     (lab.folder / ".venv").symlink_to(sys.prefix)
     for name in ("torchrun", "python"):
