@@ -141,7 +141,7 @@ def pretrained_weights(args):
 
 def load_pretrained(model, weights):
     """Load the weights whose name and shape are those of the model, and log which it keeps."""
-    if isinstance(model, models.VisionTransformer):
+    if isinstance(model, models.VisionTransformer) and "encoder.pos_embedding" in weights:
         weights = interpolate_embeddings(model.image_size, model.patch_size, weights)
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
@@ -168,7 +168,7 @@ def prepare_data(args):
 def load_data(args, train_set):
     """Return a data set of pairs (image, label), and as its attribute classes their names.
 
-    Images are PIL images or uint8 (3, H, W), labels integers.
+    Images are uint8 (3, 32, 32), with --image-folder PIL images; labels are integers.
     """
     if args.image_folder:
         folder = os.path.join(args.image_folder, "train" if train_set else "val")
@@ -208,6 +208,8 @@ def shift_and_flip(image, label):
 
     v2.RandomCrop(32, padding=4, padding_mode="reflect") and a flip take five times as long.
     """
+    if getattr(image, "shape", None) != (3, 32, 32):
+        raise ValueError("shift_and_flip takes tensors (3, 32, 32): edit transforms")
     rows = REFLECTED[random.randrange(9):][:32]
     columns = REFLECTED[random.randrange(9):][:32]
     if random.random() < 0.5:
@@ -231,7 +233,7 @@ def loss_and_correct(model, images, labels):
 
 
 # ---- Training ----
-@record  # torchrun then reports the error of the rank that fails first
+@record  # torchrun then reports the exception of the rank that fails first
 def train(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
@@ -284,9 +286,8 @@ def train(args):
         f"{images} images in {len(classes)} classes | steps {step} to {total_steps}")
 
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    workers = args.workers
-    if workers is None:
-        workers = min(8, share_of_cores()) if device.type == "cuda" else 2
+    default = min(8, share_of_cores()) if device.type == "cuda" else 2
+    workers = default if args.workers is None else args.workers
     options = {"num_workers": workers, "pin_memory": device.type == "cuda",
                "worker_init_fn": ignore_signals, "timeout": args.timeout if workers else 0}
     # One iterator for all epochs: its processes start once, and read ahead during evaluations
@@ -298,8 +299,9 @@ def train(args):
                              sampler=test_keys, persistent_workers=workers > 0, **options)
 
     def handler(signum, frame):
+        if not signals:
+            log("signal received: stopping within a few steps, or after this evaluation")
         signals.append(signum)
-        log("signal received: stopping within a few steps, or after this evaluation")
 
     signals = []
     handle_signals(handler)
@@ -395,7 +397,7 @@ def load_sets(args):
         torch.manual_seed(args.seed)  # all ranks, and both calls, split a data set alike
         sets.append(load_data(args, train_set))
     if not all(hasattr(data, "classes") for data in sets):
-        sys.exit("error: the data of load_data has no attribute classes: set it to their names")
+        sys.exit("error: load_data's data has no attribute classes: set it to a list of names")
     classes, test_classes = (list(data.classes) for data in sets)
     if classes != test_classes:
         different = ascii(sorted(set(classes) ^ set(test_classes)) or [classes, test_classes])
@@ -416,8 +418,8 @@ def image_folder(folder, size):
     if len(data.classes) == 1:
         refuse(f"the only class in {folder} is {data.classes[0]}")
     if sum(files) > len(data):
-        log(f"{folder}: {files[0]} files beside the folders of classes are not used, and "
-            f"{sum(files[1:]) - len(data)} in them, by their names no images")
+        log(f"{folder}: not used are {files[0]} files beside the folders of classes, and "
+            f"{sum(files[1:]) - len(data)} in them whose names are not those of images")
     return data
 
 
@@ -499,8 +501,8 @@ def main():
 def setup_environment():
     """Return rank, local rank and world size, as torchrun's variables name them.
 
-    In a step of srun with several tasks, set them from Slurm's. Those of a notebook, or of another
-    run, may be left in the shell: there, only torchrun's or more processes than tasks are believed.
+    In a step of srun with several tasks, set them from Slurm's. There, those in the environment
+    count only if torchrun has set them or WORLD_SIZE exceeds the tasks: a notebook may leave some.
     """
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -552,13 +554,11 @@ def form_group(rank, world_size, device, timeout):
 
     A lost process is noticed after timeout seconds at the latest.
     """
-    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
-    if world_size == 1:
-        options["store"] = dist.HashStore()  # a single process needs no port
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+    gpu = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", rank=rank, store=store,
+                            world_size=world_size, timeout=timedelta(seconds=timeout),
+                            device_id=device if gpu else None)
 
 
 def configure_cpu():
@@ -588,8 +588,7 @@ def broadcast(value):
 
 def mean_of_all_ranks(sums, count, device):
     """Return each sum of all ranks, divided by their count."""
-    totals = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device)
-                          for number in [*sums, count]])
+    totals = torch.tensor([*sums, count], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     return (totals[:-1] / totals[-1]).tolist()
 
@@ -615,20 +614,22 @@ def run_settings(args, **others):
         try:
             settings[name] = json.loads(json.dumps(value))  # as it will be read again
         except TypeError as error:
-            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
+            sys.exit(f"error: cannot save the setting {name} ({error}): use plain numbers and strings")
     return settings
 
 
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
     check_finite(model)
-    sums = torch.stack([parameter.detach().abs().sum(dtype=torch.float64)
-                        for parameter in model.parameters()])
-    least = sums.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(sums, dist.ReduceOp.MAX)
-    unequal = (sums - least > 1e-4 * sums).tolist()
-    names = [name for (name, _), differs in zip(model.named_parameters(), unequal) if differs]
+    differences = []
+    for parameter in model.parameters():
+        of_rank_0 = parameter.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(of_rank_0, 0)
+        differences.append((parameter.detach() - of_rank_0).norm() / of_rank_0.norm())
+    differences = torch.stack(differences)
+    dist.all_reduce(differences, dist.ReduceOp.MAX)
+    names = [name for (name, _), difference in zip(model.named_parameters(), differences.tolist())
+             if difference > 1e-4]
     if names:
         sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
                  "not model.module or a method of it; set requires_grad in build_model")

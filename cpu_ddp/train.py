@@ -72,6 +72,7 @@ MAY_CHANGE = ("epochs", "batch_size", "checkpoint", "save_every", "log_every", "
 
 
 def build_model(args):
+    """Return a linear model of inputs (N, 20)."""
     return nn.Linear(20, 1)
 
 
@@ -100,7 +101,7 @@ def loss_of(model, inputs, targets):
 
 
 # ---- Training ----
-@record  # torchrun then reports the error of the rank that fails first
+@record  # torchrun then reports the exception of the rank that fails first
 def train(args):
     rank, _, world_size = setup_environment()
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
@@ -135,8 +136,9 @@ def train(args):
         f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
 
     def handler(signum, frame):
+        if not signals:
+            log("signal received: stopping within a few steps")
         signals.append(signum)
-        log("signal received: stopping within a few steps")
 
     signals = []
     handle_signals(handler)
@@ -195,8 +197,8 @@ def train(args):
 def setup_environment():
     """Return rank, local rank and world size, as torchrun's variables name them.
 
-    In a step of srun with several tasks, set them from Slurm's. Those of a notebook, or of another
-    run, may be left in the shell: there, only torchrun's or more processes than tasks are believed.
+    In a step of srun with several tasks, set them from Slurm's. There, those in the environment
+    count only if torchrun has set them or WORLD_SIZE exceeds the tasks: a notebook may leave some.
     """
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -229,8 +231,7 @@ def broadcast(value):
 
 def mean_of_all_ranks(sums, count, device):
     """Return each sum of all ranks, divided by their count."""
-    totals = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device)
-                          for number in [*sums, count]])
+    totals = torch.tensor([*sums, count], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     return (totals[:-1] / totals[-1]).tolist()
 
@@ -256,20 +257,22 @@ def run_settings(args, **others):
         try:
             settings[name] = json.loads(json.dumps(value))  # as it will be read again
         except TypeError as error:
-            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
+            sys.exit(f"error: cannot save the setting {name} ({error}): use plain numbers and strings")
     return settings
 
 
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
     check_finite(model)
-    sums = torch.stack([parameter.detach().abs().sum(dtype=torch.float64)
-                        for parameter in model.parameters()])
-    least = sums.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(sums, dist.ReduceOp.MAX)
-    unequal = (sums - least > 1e-4 * sums).tolist()
-    names = [name for (name, _), differs in zip(model.named_parameters(), unequal) if differs]
+    differences = []
+    for parameter in model.parameters():
+        of_rank_0 = parameter.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(of_rank_0, 0)
+        differences.append((parameter.detach() - of_rank_0).norm() / of_rank_0.norm())
+    differences = torch.stack(differences)
+    dist.all_reduce(differences, dist.ReduceOp.MAX)
+    names = [name for (name, _), difference in zip(model.named_parameters(), differences.tolist())
+             if difference > 1e-4]
     if names:
         sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
                  "not model.module or a method of it; set requires_grad in build_model")

@@ -87,7 +87,7 @@ def loss_and_correct(model, inputs, labels):
 
 
 # ---- Training ----
-@record  # torchrun then reports the error of the rank that fails first
+@record  # torchrun then reports the exception of the rank that fails first
 def train(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
@@ -238,8 +238,8 @@ def evaluate(model, batches, device):
 def setup_environment():
     """Return rank, local rank and world size, as torchrun's variables name them.
 
-    In a step of srun with several tasks, set them from Slurm's. Those of a notebook, or of another
-    run, may be left in the shell: there, only torchrun's or more processes than tasks are believed.
+    In a step of srun with several tasks, set them from Slurm's. There, those in the environment
+    count only if torchrun has set them or WORLD_SIZE exceeds the tasks: a notebook may leave some.
     """
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -309,13 +309,11 @@ def form_group(rank, world_size, device, timeout):
 
     A lost process is noticed after timeout seconds at the latest.
     """
-    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
-    if world_size == 1:
-        options["store"] = dist.HashStore()  # a single process needs no port
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+    gpu = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", rank=rank, store=store,
+                            world_size=world_size, timeout=timedelta(seconds=timeout),
+                            device_id=device if gpu else None)
 
 
 def broadcast(value):
@@ -327,8 +325,7 @@ def broadcast(value):
 
 def mean_of_all_ranks(sums, count, device):
     """Return each sum of all ranks, divided by their count."""
-    totals = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device)
-                          for number in [*sums, count]])
+    totals = torch.tensor([*sums, count], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     return (totals[:-1] / totals[-1]).tolist()
 
