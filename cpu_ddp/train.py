@@ -257,7 +257,7 @@ def run_settings(args, **others):
         try:
             settings[name] = json.loads(json.dumps(value))  # as it will be read again
         except TypeError as error:
-            sys.exit(f"error: cannot save the setting {name} ({error}): use plain numbers and strings")
+            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
     return settings
 
 
