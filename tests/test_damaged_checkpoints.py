@@ -68,6 +68,12 @@ def test_a_file_that_cannot_be_written_is_an_error_line_at_the_start(script, tmp
         f"--checkpoint {place} cannot be written: the run must end before it trains: {error}")
 
 
+def test_a_run_without_a_checkpoint_yet_starts_and_leaves_no_file(script, tmp_path):
+    checkpoint = script.load_checkpoint(str(tmp_path / "run.pt"))
+    assert checkpoint == {}, f"there is no FILE, but load_checkpoint returns {checkpoint}"
+    assert os.listdir(tmp_path) == [], f"the first start has left {os.listdir(tmp_path)}"
+
+
 # --- saving ---
 def test_file_is_whole_at_any_moment(script, path, monkeypatch):
     """A run saves. While it waits for the disk, another one does."""

@@ -193,10 +193,14 @@ def write_tiff_of_12_bits(path):
     path.write_bytes((b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries).ljust(296, b"\0"))
 
 
-@pytest.mark.parametrize("name", ["I.tif", "F.tif", "12 bits.tif", "text.png"])
+@pytest.mark.parametrize("name", ["I.tif", "F.tif", "12 bits.tif", "half.jpg", "text.png"])
 def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
     if name == "text.png":
         (tmp_path / name).write_text("no image")
+    elif name == "half.jpg":
+        gradient().save(tmp_path / name)
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:len(content) // 2])
     elif name == "12 bits.tif":
         write_tiff_of_12_bits(tmp_path / name)
     else:
