@@ -118,7 +118,7 @@ class Job:
         """Wait for the end and return the Result. A job that runs longer fails the test."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return Result(self.launcher.wait(timeout), self.text)
-        raise AssertionError(f"still running after {timeout} s:\n{self.text}")
+        raise AssertionError(f"the job must have ended, and runs after {timeout} s:\n{self.text}")
 
     def __enter__(self):
         return self

@@ -284,7 +284,7 @@ def test_a_signal_to_mp_spawn_ends_all_processes_with_status_1(name, words, tmp_
         else:
             pid = job.workers()[1] if name == "SIGKILL" else job.launcher.pid
             os.kill(pid, signal.Signals[name])
-        result = job.result()
+        result = job.result(timeout=90)
         wait_until_gone(job, f"{name} to mp.spawn")
     count = len(re.findall(words, result.text))
     assert count == 1, f"{name}: must print one line {words!r}, not {count}\n{result.text}"
