@@ -129,6 +129,14 @@ def test_the_master_is_the_first_node_of_a_step_or_the_users_choice(environ, var
     assert re.fullmatch(master, found), f"{variables}: the master is {found}, not {master}"
 
 
+def test_a_task_of_srun_has_its_own_cores(environ):
+    """Whatever a launcher has left in the shell: it divides them by no number of processes."""
+    environ.update(STEP, LOCAL_WORLD_SIZE="4")
+    module.setup_environment()
+    found = environ["LOCAL_WORLD_SIZE"]
+    assert found == "1", f"a task of srun shares its cores as one of {found} processes"
+
+
 def test_jobs_and_steps_have_different_ports(environ):
     """They may run side by side on one machine."""
     ports = set()
