@@ -5,9 +5,9 @@
 # and other runs' checkpoints are refused; a stopped run resumes exactly. Where there are GPUs, it
 # trains on them.
 #
-# With --all, run all tests: in .ci/run, 9 minutes. Also kills, launchers, a Slurm of several nodes,
-# images, pods, setting up. The end of the output lists what this machine cannot run, with
-# the command that enables it.
+# With --all, run all tests: 14 minutes in .ci/run. Also kills, launchers, a Slurm of several nodes,
+# images, pods, setting up. The end of the output lists what this machine cannot run, with the
+# command that enables it.
 #
 # With a test file or -k EXPRESSION, run the tests of that file, or those of all files that match.
 #
