@@ -6,12 +6,10 @@
     torchrun --standalone --nproc-per-node=4 train.py     # one process per GPU of this machine
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
-    torchrun --standalone --nproc-per-node=4 train.py --model swin_v2_b --batch-size 32 --lr 0.005
-    torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --pretrained --lr 0.02
+    torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --model swin_v2_b --lr 0.01
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
-
 To train something else, edit the functions above train().
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
@@ -22,7 +20,6 @@ import contextlib
 import ctypes
 import functools
 import json
-import math
 import os
 import random
 import re
@@ -40,11 +37,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import models
 from torchvision.datasets import CIFAR10, ImageFolder
-from torchvision.models.vision_transformer import interpolate_embeddings
 from torchvision.transforms import v2
 
 
@@ -55,33 +51,23 @@ def parse_args(flags=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=128, help="images per process at once")
-    parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="images per step; without it, those of all processes at first start")
-    parser.add_argument("--model", default="resnet18", metavar="NAME",
-                        choices=models.list_models(module=models),
-                        help="a classifier of torchvision.models; tuned for resnet18")
+    parser.add_argument("--global-batch", type=int, help="images per step; else of all processes")
+    parser.add_argument("--model", default="resnet18", choices=models.list_models(module=models),
+                        metavar="NAME", help="of torchvision.models; tuned for resnet18")
     parser.add_argument("--pretrained", action="store_true", help="torchvision's weights")
-    parser.add_argument("--image-size", type=int, metavar="PIXELS",
-                        help="height and width; without it, 224, or 32 for resnet18 on CIFAR-10")
-    parser.add_argument("--workers", type=int, metavar="N",
-                        help="loader processes; without it 2, on a GPU its share of the cores")
+    parser.add_argument("--image-size", type=int, help="pixels; else 224, or 32 for CIFAR-10")
+    parser.add_argument("--workers", type=int, help="loader processes; else its cores, up to 8")
     parser.add_argument("--lr", type=float, default=0.2, help="peak rate of SGD per 256 images")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
     parser.add_argument("--data-dir", default="data", help="folder of CIFAR-10")
     data = parser.add_mutually_exclusive_group()
-    data.add_argument("--image-folder", type=os.path.realpath, metavar="DIR",
-                      help="train on DIR/train/CLASS/*, test on DIR/val/CLASS/*")
-    data.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
-                      help="train on N generated images")
-    parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
-                        help="to save to and resume from")
-    parser.add_argument("--save-every", type=float, default=5, metavar="MINUTES",
-                        help="between checkpoints")
-    parser.add_argument("--log-every", type=float, default=5, metavar="SECONDS",
-                        help="between log lines")
-    parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
-                        help="to wait for other processes, also while rank 0 downloads")
+    data.add_argument("--image-folder", type=os.path.realpath, help="of train/CLASS, val/CLASS")
+    data.add_argument("--fake-data", type=int, nargs="?", const=512, help="generated images")
+    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume")
+    parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
+    parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
     numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.image_size,
                args.timeout)
@@ -90,11 +76,10 @@ def parse_args(flags=None):
     if args.image_size is None:
         small = args.model == "resnet18" and not args.image_folder and not args.pretrained
         args.image_size = 32 if small else 224
+    if args.model.startswith(("maxvit_", "vit_")) and args.image_size != 224:
+        parser.error(f"{args.model} takes images of 224 pixels")
     return args
 
-
-# Signals stop the run after at most so many steps: 1, since a step may take seconds on a CPU.
-CHECK_EVERY = 1
 
 # A run may be resumed with other values of these flags, but not of the others.
 MAY_CHANGE = ("epochs", "batch_size", "bf16", "workers", "data_dir", "checkpoint", "save_every",
@@ -103,17 +88,9 @@ MAY_CHANGE = ("epochs", "batch_size", "bf16", "workers", "data_dir", "checkpoint
 
 def build_model(args, classes):
     """Return a model that maps images (N, 3, size, size) to logits (N, classes)."""
-    options = {}
-    if args.model in ("googlenet", "inception_v3"):
-        options = {"aux_logits": False, "init_weights": True}
-    if args.model.startswith("vit_"):  # these two are built for one size
-        options = {"image_size": args.image_size}
-    if args.model == "maxvit_t":
-        options = {"input_size": (args.image_size, args.image_size)}
-    try:
-        model = models.get_model(args.model, num_classes=classes, **options)
-    except (AssertionError, ValueError) as error:
-        sys.exit(f"error: {args.model} does not take --image-size {args.image_size}: {error}")
+    auxiliary = args.model in ("googlenet", "inception_v3")
+    options = {"aux_logits": False, "init_weights": True} if auxiliary else {}
+    model = models.get_model(args.model, num_classes=classes, **options)
     if args.model == "resnet18" and args.image_size <= 32 and not args.pretrained:
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # usual for small images
         model.maxpool = nn.Identity()
@@ -134,23 +111,18 @@ def pretrained_weights(args):
     try:
         return models.get_model(args.model, weights="DEFAULT").state_dict()
     except Exception as error:
-        sys.exit(f"error: no weights for --pretrained ({error!r}): download "
-                 f"{models.get_model_weights(args.model).DEFAULT.url} into "
-                 f"{os.path.join(torch.hub.get_dir(), 'checkpoints')}")
+        url = models.get_model_weights(args.model).DEFAULT.url
+        sys.exit(f"error: no weights ({error!r}): put {url} into {torch.hub.get_dir()}/checkpoints")
 
 
 def load_pretrained(model, weights):
     """Load the weights whose name and shape are those of the model, and log which it keeps."""
-    if isinstance(model, models.VisionTransformer) and "encoder.pos_embedding" in weights:
-        weights = interpolate_embeddings(model.image_size, model.patch_size, weights)
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
                if name in state and state[name].shape == tensor.shape}
     if not fitting:
         sys.exit(f"error: no weight fits: they are {list(weights)[:3]}, not {list(state)[:3]}")
-    state.update(fitting)
-    model.load_state_dict(state)
-    others = [name for name in state if name not in fitting]
+    others = model.load_state_dict(fitting, strict=False).missing_keys
     log(f"pretrained, but for {', '.join(others) or 'nothing'}")
 
 
@@ -174,47 +146,35 @@ def load_data(args, train_set):
         folder = os.path.join(args.image_folder, "train" if train_set else "val")
         return image_folder(folder, args.image_size)
     if args.fake_data:
-        data = TensorDataset(*fake_images(args.fake_data, (3, 32, 32), args.seed, train_set))
-        data.classes = list("0123456789")
-        return data
-    cifar10 = CIFAR10(args.data_dir, train_set)
-    images = torch.from_numpy(cifar10.data).permute(0, 3, 1, 2).contiguous()
-    data = TensorDataset(images, torch.tensor(cifar10.targets))
-    data.classes = cifar10.classes
+        images, labels = fake_images(args.fake_data, (3, 32, 32), args.seed, train_set)
+        classes = list("0123456789")
+    else:
+        cifar10 = CIFAR10(args.data_dir, train_set)
+        images = torch.from_numpy(cifar10.data).permute(0, 3, 1, 2).contiguous()
+        labels, classes = torch.tensor(cifar10.targets), cifar10.classes
+    data = TensorDataset(images, labels)
+    data.classes = classes
     return data
 
 
 def transforms(args, train_set):
     """Return what turns an image into uint8 (3, size, size), at random for training."""
     size = args.image_size
+    steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
     if args.image_folder and train_set:
         steps = [v2.ToImage(), v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-    elif args.image_folder:
-        steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
-    elif not train_set:
-        steps = [v2.ToImage(), v2.Resize(size)]
-    else:
-        steps = [shift_and_flip]
-        if size != 32:
-            steps.append(v2.Resize(size))
+    elif not args.image_folder:
+        steps = [shift_and_flip] * train_set + [v2.Resize(size)]
     return v2.Compose(steps)
 
 
-REFLECTED = torch.tensor([4, 3, 2, 1, *range(32), 30, 29, 28, 27])  # 4 pixels around 32
-
-
 def shift_and_flip(image, label):
-    """Shift an image (3, 32, 32) by up to 4 pixels at random, and flip it with probability 0.5.
-
-    v2.RandomCrop(32, padding=4, padding_mode="reflect") and a flip take five times as long.
-    """
-    if getattr(image, "shape", None) != (3, 32, 32):
-        raise ValueError("shift_and_flip takes tensors (3, 32, 32): edit transforms")
-    rows = REFLECTED[random.randrange(9):][:32]
-    columns = REFLECTED[random.randrange(9):][:32]
-    if random.random() < 0.5:
-        columns = columns.flip(0)
-    return image[:, rows[:, None], columns], label
+    """Shift by up to 4 pixels and flip left to right at random. v2 takes three times as long."""
+    _, height, width = image.shape
+    image = F.pad(image.float(), (4, 4, 4, 4), "reflect").byte()
+    top, left = random.randrange(9), random.randrange(9)
+    image = image[:, top:top + height, left:left + width]
+    return (image.flip(2) if random.random() < 0.5 else image), label
 
 
 def normalize(images):
@@ -244,24 +204,25 @@ def train(args):
         checkpoint = load_checkpoint(args.checkpoint)
         if args.pretrained and not checkpoint:
             weights = pretrained_weights(args)
-    configure_cpu()
-    if device.type == "cuda":
-        configure_gpu(device)
-    form_group(rank, world_size, device, args.timeout)
-    args, checkpoint = broadcast((args, checkpoint))  # all ranks use those of rank 0
-    if args.image_folder:
-        sets = broadcast(sets)  # their lists of files: all ranks see the same
-    elif local_rank == 0 and rank > 0:
+    configure(device)
+    cuda = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
+                            device_id=device if cuda else None, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args, checkpoint, sets if args.image_folder else None]  # only lists of files
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    args, checkpoint, lists = of_rank_0  # on all ranks
+    if local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
-    train_set, test_set = sets or load_sets(args)
+    train_set, test_set = sets or lists or load_sets(args)
     images, classes = len(train_set), list(train_set.classes)
 
     # A run is defined by its global batch, that of its first start, on any number of processes
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, images)
-    share = len(range(rank, global_batch, world_size))  # of this process in each step
-    parts = math.ceil(share / args.batch_size)  # several: this process accumulates gradients
+    parts = len(range(rank, global_batch, world_size * args.batch_size))  # > 1: gradients add up
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
@@ -271,24 +232,23 @@ def train(args):
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
-                            image_folder=bool(args.image_folder))  # wherever it is
+    settings = {**vars(args), "images": images, "classes": classes, "global_batch": global_batch,
+                "image_folder": bool(args.image_folder)}  # wherever it is
+    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
+    settings = json.loads(json.dumps(settings, default=str))  # as a checkpoint gives them back
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
     if weights:  # only on rank 0: DDP copies its model to the others
         load_pretrained(model, weights)
     del checkpoint, weights  # second copies
-    ddp_model = model
-    if world_size > 1:
-        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | {args.model} | global batch {global_batch} of "
         f"{images} images in {len(classes)} classes | steps {step} to {total_steps}")
 
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    default = min(8, share_of_cores()) if device.type == "cuda" else 2
-    workers = default if args.workers is None else args.workers
-    options = {"num_workers": workers, "pin_memory": device.type == "cuda",
+    workers = min(8, torch.get_num_threads()) if args.workers is None else args.workers
+    options = {"num_workers": workers, "pin_memory": cuda,
                "worker_init_fn": ignore_signals, "timeout": args.timeout if workers else 0}
     # One iterator for all epochs: its processes start once, and read ahead during evaluations
     keys = batch_keys(args, images, global_batch, step, parts, rank, world_size)
@@ -299,12 +259,13 @@ def train(args):
                              sampler=test_keys, persistent_workers=workers > 0, **options)
 
     def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps, or after this evaluation")
+        log("signal received: stopping within a few steps, or after this evaluation")
         signals.append(signum)
 
     signals = []
-    handle_signals(handler)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
     first_step = step + 1
     save_time = time.perf_counter()
     wait_seconds = 0.0  # for images
@@ -314,9 +275,8 @@ def train(args):
         epoch_time = time.perf_counter()
         while step < (epoch + 1) * steps_per_epoch:
             # Has any process received a signal? They exchange this while they compute the step
-            check = step % CHECK_EVERY == 0
-            stop = torch.tensor(len(signals) if check else 0)
-            exchange = dist.all_reduce(stop, async_op=True) if check and world_size > 1 else None
+            stop = torch.tensor(len(signals))
+            exchange = dist.all_reduce(stop, async_op=True) if world_size > 1 else None
 
             for group, peak_rate in zip(optimizer.param_groups, peak_rates):
                 group["lr"] = peak_rate * learning_rate(step, total_steps)
@@ -396,12 +356,10 @@ def load_sets(args):
     for train_set in (True, False):
         torch.manual_seed(args.seed)  # all ranks, and both calls, split a data set alike
         sets.append(load_data(args, train_set))
-    if not all(hasattr(data, "classes") for data in sets):
-        sys.exit("error: load_data's data has no attribute classes: set it to a list of names")
-    classes, test_classes = (list(data.classes) for data in sets)
-    if classes != test_classes:
+    classes, test_classes = (list(getattr(data, "classes", [])) for data in sets)
+    if not classes or classes != test_classes:
         different = ascii(sorted(set(classes) ^ set(test_classes)) or [classes, test_classes])
-        sys.exit(f"error: training and test data have different classes: {different:.300}")
+        sys.exit(f"error: data without attribute classes, or different classes: {different:.300}")
     return sets
 
 
@@ -428,16 +386,13 @@ def refuse(problem):
 
 
 def read_image(path, size):
-    """Return the image at path as a PIL image in RGB, upright, on white if it is transparent.
-
-    It may be smaller than the file's, but a random crop of 8 % of its area still has size pixels.
-    """
+    """Return the image at path as a PIL image in RGB, upright, on white if it is transparent."""
     try:
         with Image.open(path) as image:
             deep = image.mode == "I" and image.format not in ("PNG", "PPM")  # those have 16 bits
             if deep or image.mode == "F" or "I;12" in str(image.tile):  # 12 bits, in a TIFF
                 raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
-            image.draft(None, (4 * size, 4 * size))  # decodes a large JPEG at 1/2, 1/4 or 1/8
+            image.draft(None, (4 * size, 4 * size))  # shrinks a large JPEG; crops keep size pixels
             image.load()
             with contextlib.suppress(Exception):  # damaged EXIF data: viewers show the image, too
                 ImageOps.exif_transpose(image, in_place=True)
@@ -452,16 +407,14 @@ def read_image(path, size):
 
 
 class SeededData(Dataset):
-    """Transformed samples by a key that ends with the index, and seeds the random transforms.
-
-    A resumed run repeats them, and they do not depend on the number of processes.
-    """
+    """Transformed samples by a key that ends with the index, and seeds the random transforms."""
 
     def __init__(self, data, transform):
         self.data = data
         self.transform = transform
 
     def __getitem__(self, key):
+        # A resumed run repeats these random numbers, on any number of processes
         torch.default_generator.manual_seed(hash(key))  # torch.manual_seed takes 80 us
         random.seed(hash(key))
         return self.transform(*self.data[key[-1]])
@@ -499,17 +452,13 @@ def main():
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
-    """Return rank, local rank and world size, as torchrun's variables name them.
-
-    In a step of srun with several tasks, set them from Slurm's. There, those in the environment
-    count only if torchrun has set them or WORLD_SIZE exceeds the tasks: a notebook may leave some.
-    """
+    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # else a notebook's leftovers
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
@@ -531,59 +480,31 @@ def pick_device(local_rank):
     gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
-                 "CUDA_VISIBLE_DEVICES= trains on the CPU")
+                 "CUDA_VISIBLE_DEVICES= uses the CPU")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
     if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
-        sys.exit(f"error: more processes than GPUs ({gpus}); "
-                 "CUDA_VISIBLE_DEVICES= trains on the CPU")
+        sys.exit(f"error: more processes than {gpus} GPUs; CUDA_VISIBLE_DEVICES= uses the CPU")
     if not gpus:
         return torch.device("cpu")
     return torch.device("cuda", 0 if own_gpu else local_rank)
 
 
-def configure_gpu(device):
-    """Make this process use this GPU, with its fastest convolutions and matrix products."""
-    torch.cuda.set_device(device)
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-
-
-def form_group(rank, world_size, device, timeout):
-    """Form the process group: nccl for tensors on GPUs, gloo for others.
-
-    A lost process is noticed after timeout seconds at the latest.
-    """
-    gpu = device.type == "cuda"
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", rank=rank, store=store,
-                            world_size=world_size, timeout=timedelta(seconds=timeout),
-                            device_id=device if gpu else None)
-
-
-def configure_cpu():
-    """Use this process's share of the cores. Keep freed memory: a fifth more images/s on a CPU."""
+def configure(device):
+    """Use this GPU at its fastest, and on the CPU this process's share of the cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(share_of_cores())
-    with contextlib.suppress(AttributeError):  # only glibc has it
+        cpus = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            cpus = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cpus // local_world_size))
+    with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
-
-
-def share_of_cores():
-    """Return this process's share of the cores that the processes of this machine may use."""
-    cpus = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cpus = len(os.sched_getaffinity(0))
-    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def broadcast(value):
-    """Return rank 0's value on all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
 
 
 def mean_of_all_ranks(sums, count, device):
@@ -600,49 +521,23 @@ def close_group():
     dist.destroy_process_group()
 
 
-def handle_signals(handler):
-    """Call handler on SIGTERM, Ctrl-C and a closed terminal."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-
-
-def run_settings(args, **others):
-    """Return what defines a run, as plain values: flags but those of MAY_CHANGE, and others."""
-    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    for name, value in {**settings, **others}.items():
-        try:
-            settings[name] = json.loads(json.dumps(value))  # as it will be read again
-        except TypeError as error:
-            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
-    return settings
-
-
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
-    check_finite(model)
-    differences = []
-    for parameter in model.parameters():
-        of_rank_0 = parameter.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(of_rank_0, 0)
-        differences.append((parameter.detach() - of_rank_0).norm() / of_rank_0.norm())
-    differences = torch.stack(differences)
-    dist.all_reduce(differences, dist.ReduceOp.MAX)
-    names = [name for (name, _), difference in zip(model.named_parameters(), differences.tolist())
-             if difference > 1e-4]
-    if names:
-        sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
-                 "not model.module or a method of it; set requires_grad in build_model")
-
-
-def check_finite(model):
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+    for name, parameter in model.named_parameters():
+        weights = parameter.detach().flatten().float()
+        mean = weights / dist.get_world_size()
+        dist.all_reduce(mean)
+        if not mean.isfinite().all():
+            sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+        if (weights - mean).norm() > 1e-4 * weights.norm():
+            sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
+                     "model.module or a method of it; set requires_grad in build_model")
 
 
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
-    check_finite(saved["model"])
+    if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
+        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:

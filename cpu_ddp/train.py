@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import math
 import os
 import re
 import signal
@@ -34,7 +33,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 # ---- Flags, model, optimizer, learning rate, data, loss: edit these for your own training. ----
@@ -44,19 +43,14 @@ def parse_args(flags=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per process at once")
-    parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="samples per step; without it, those of all processes at first start")
+    parser.add_argument("--global-batch", type=int, help="samples per step; else of all processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
-    parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
-                        help="to save to and resume from")
-    parser.add_argument("--save-every", type=float, default=5, metavar="MINUTES",
-                        help="between checkpoints")
-    parser.add_argument("--log-every", type=float, default=5, metavar="SECONDS",
-                        help="between log lines")
-    parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
-                        help="to wait for other processes")
+    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume")
+    parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
+    parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
     numbers = (args.epochs, args.batch_size, args.global_batch, args.samples, args.timeout)
     if any(number is not None and number < 1 for number in numbers):
@@ -108,15 +102,16 @@ def train(args):
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    args, checkpoint = broadcast((args, checkpoint))  # all ranks use those of rank 0
+    of_rank_0 = [args, checkpoint]
+    dist.broadcast_object_list(of_rank_0)
+    args, checkpoint = of_rank_0  # on all ranks
     torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
     x, y = load_data(args)
 
     # A run is defined by its global batch, that of its first start, on any number of processes
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, len(x))
-    share = len(range(rank, global_batch, world_size))  # of this process in each step
-    parts = math.ceil(share / args.batch_size)  # several: this process accumulates gradients
+    parts = len(range(rank, global_batch, world_size * args.batch_size))  # > 1: gradients add up
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
@@ -126,22 +121,23 @@ def train(args):
     model = build_model(args)
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, global_batch=global_batch)
+    settings = {**vars(args), "global_batch": global_batch}
+    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
+    settings = json.loads(json.dumps(settings, default=str))  # as a checkpoint gives them back
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
-    ddp_model = model
-    if world_size > 1:
-        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     log(f"world size {world_size}, threads {torch.get_num_threads()} | torch {torch.__version__} | "
         f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
 
     def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps")
+        log("signal received: stopping within a few steps")
         signals.append(signum)
 
     signals = []
-    handle_signals(handler)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
     first_step = step + 1
     save_time = time.perf_counter()
     for epoch in range(step // steps_per_epoch, args.epochs):
@@ -188,24 +184,21 @@ def train(args):
             if stop and step < total_steps:
                 close_group()
                 sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
-        (loss,) = mean_of_all_ranks([loss_sum], count, "cpu")
-        log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}")
+        sums = torch.tensor([loss_sum, count], dtype=torch.float64)
+        dist.all_reduce(sums)  # of all processes
+        log(f"epoch {epoch + 1}/{args.epochs}  loss {sums[0] / sums[1]:.4f}")
     close_group()
 
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
-    """Return rank, local rank and world size, as torchrun's variables name them.
-
-    In a step of srun with several tasks, set them from Slurm's. There, those in the environment
-    count only if torchrun has set them or WORLD_SIZE exceeds the tasks: a notebook may leave some.
-    """
+    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # else a notebook's leftovers
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
@@ -222,20 +215,6 @@ def setup_environment():
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
-def broadcast(value):
-    """Return rank 0's value on all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
-
-
-def mean_of_all_ranks(sums, count, device):
-    """Return each sum of all ranks, divided by their count."""
-    totals = torch.tensor([*sums, count], dtype=torch.float64, device=device)
-    dist.all_reduce(totals)
-    return (totals[:-1] / totals[-1]).tolist()
-
-
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
@@ -243,49 +222,23 @@ def close_group():
     dist.destroy_process_group()
 
 
-def handle_signals(handler):
-    """Call handler on SIGTERM, Ctrl-C and a closed terminal."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-
-
-def run_settings(args, **others):
-    """Return what defines a run, as plain values: flags but those of MAY_CHANGE, and others."""
-    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    for name, value in {**settings, **others}.items():
-        try:
-            settings[name] = json.loads(json.dumps(value))  # as it will be read again
-        except TypeError as error:
-            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
-    return settings
-
-
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
-    check_finite(model)
-    differences = []
-    for parameter in model.parameters():
-        of_rank_0 = parameter.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(of_rank_0, 0)
-        differences.append((parameter.detach() - of_rank_0).norm() / of_rank_0.norm())
-    differences = torch.stack(differences)
-    dist.all_reduce(differences, dist.ReduceOp.MAX)
-    names = [name for (name, _), difference in zip(model.named_parameters(), differences.tolist())
-             if difference > 1e-4]
-    if names:
-        sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
-                 "not model.module or a method of it; set requires_grad in build_model")
-
-
-def check_finite(model):
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+    for name, parameter in model.named_parameters():
+        weights = parameter.detach().flatten().float()
+        mean = weights / dist.get_world_size()
+        dist.all_reduce(mean)
+        if not mean.isfinite().all():
+            sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+        if (weights - mean).norm() > 1e-4 * weights.norm():
+            sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
+                     "model.module or a method of it; set requires_grad in build_model")
 
 
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
-    check_finite(saved["model"])
+    if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
+        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:

@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import math
 import os
 import re
 import signal
@@ -35,7 +34,7 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torchvision.datasets import FashionMNIST
 
 
@@ -46,24 +45,17 @@ def parse_args(flags=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=64, help="images per process at once")
-    parser.add_argument("--global-batch", type=int, metavar="N",
-                        help="images per step; without it, those of all processes at first start")
+    parser.add_argument("--global-batch", type=int, help="images per step; else of all processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
-    parser.add_argument("--nproc", type=int, metavar="N",
-                        help="processes that python starts; without it, one per GPU")
+    parser.add_argument("--nproc", type=int, help="processes to start; else one per GPU")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
-    parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
-                        help="train on N generated images")
-    parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
-                        help="to save to and resume from")
-    parser.add_argument("--save-every", type=float, default=5, metavar="MINUTES",
-                        help="between checkpoints")
-    parser.add_argument("--log-every", type=float, default=5, metavar="SECONDS",
-                        help="between log lines")
-    parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
-                        help="to wait for other processes, also while rank 0 downloads")
+    parser.add_argument("--fake-data", type=int, nargs="?", const=512, help="generated images")
+    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume")
+    parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
+    parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
     numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.nproc,
                args.timeout)
@@ -120,10 +112,7 @@ def prepare_data(args):
 
 
 def load_data(args, train_set):
-    """Return images (N, 1, 28, 28) as uint8 and labels (N,) as int64.
-
-    It is called twice, with equal random numbers.
-    """
+    """Return uint8 images (N, 1, 28, 28) and int64 labels (N,). Called twice, seeded alike."""
     if args.fake_data:
         return fake_images(args.fake_data, (1, 28, 28), args.seed, train_set)
     data = FashionMNIST(args.data_dir, train_set)
@@ -138,10 +127,9 @@ def augment(images):
 
 def loss_and_correct(model, images, labels):
     """Return the sum of the images' losses, and how many are classified correctly, as tensors."""
-    smoothing = 0.0
+    smoothing = 0.1 if model.training else 0.0
     if model.training:
         images = augment(images)
-        smoothing = 0.1
     logits = model(images.div(255).to(memory_format=torch.channels_last))
     loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
     return loss, (logits.argmax(1) == labels).sum()
@@ -155,11 +143,15 @@ def train(args):
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
         prepare_data(args)
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
-    configure_cpu()
-    if device.type == "cuda":
-        configure_gpu(device)
-    form_group(rank, world_size, device, args.timeout)
-    args, checkpoint = broadcast((args, checkpoint))  # all ranks use those of rank 0
+    configure(device)
+    cuda = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
+                            device_id=device if cuda else None, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args, checkpoint]
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    args, checkpoint = of_rank_0  # on all ranks
     if local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
@@ -172,8 +164,7 @@ def train(args):
     # A run is defined by its global batch, that of its first start, on any number of processes
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, len(x))
-    share = len(range(rank, global_batch, world_size))  # of this process in each step
-    parts = math.ceil(share / args.batch_size)  # several: this process accumulates gradients
+    parts = len(range(rank, global_batch, world_size * args.batch_size))  # > 1: gradients add up
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
@@ -183,13 +174,13 @@ def train(args):
     model = build_model(args).to(device, memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, images=len(x), global_batch=global_batch)
+    settings = {**vars(args), "images": len(x), "global_batch": global_batch}
+    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
+    settings = json.loads(json.dumps(settings, default=str))  # as a checkpoint gives them back
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
     del checkpoint  # a second copy of weights and optimizer
-    ddp_model = model
-    if world_size > 1:
-        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | global batch {global_batch} of {len(x)} images | "
         f"steps {step} to {total_steps}")
@@ -197,8 +188,7 @@ def train(args):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
     def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps, or after this evaluation")
+        log("signal received: stopping within a few steps, or after this evaluation")
         signals.append(signum)
 
     signals = []
@@ -314,10 +304,8 @@ def spawn(nproc, args):
     try:
         while not workers.join():
             pass
-    except mp.ProcessExitedException as error:
-        if error.exit_code > 0:
-            sys.exit(1)  # the process has printed why
-        sys.exit(f"error: {error}")  # a signal has killed it
+    except mp.ProcessExitedException as error:  # it has printed why, unless a signal has killed it
+        sys.exit(1 if error.exit_code > 0 else f"error: {error}")
 
 
 def run_worker(rank, parent, args):
@@ -330,17 +318,13 @@ def run_worker(rank, parent, args):
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
-    """Return rank, local rank and world size, as torchrun's variables name them.
-
-    In a step of srun with several tasks, set them from Slurm's. There, those in the environment
-    count only if torchrun has set them or WORLD_SIZE exceeds the tasks: a notebook may leave some.
-    """
+    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # else a notebook's leftovers
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
@@ -362,59 +346,31 @@ def pick_device(local_rank):
     gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
-                 "CUDA_VISIBLE_DEVICES= trains on the CPU")
+                 "CUDA_VISIBLE_DEVICES= uses the CPU")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
     if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
-        sys.exit(f"error: more processes than GPUs ({gpus}); "
-                 "CUDA_VISIBLE_DEVICES= trains on the CPU")
+        sys.exit(f"error: more processes than {gpus} GPUs; CUDA_VISIBLE_DEVICES= uses the CPU")
     if not gpus:
         return torch.device("cpu")
     return torch.device("cuda", 0 if own_gpu else local_rank)
 
 
-def configure_gpu(device):
-    """Make this process use this GPU, with its fastest convolutions and matrix products."""
-    torch.cuda.set_device(device)
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-
-
-def form_group(rank, world_size, device, timeout):
-    """Form the process group: nccl for tensors on GPUs, gloo for others.
-
-    A lost process is noticed after timeout seconds at the latest.
-    """
-    gpu = device.type == "cuda"
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", rank=rank, store=store,
-                            world_size=world_size, timeout=timedelta(seconds=timeout),
-                            device_id=device if gpu else None)
-
-
-def configure_cpu():
-    """Use this process's share of the cores. Keep freed memory: a fifth more images/s on a CPU."""
+def configure(device):
+    """Use this GPU at its fastest, and on the CPU this process's share of the cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(share_of_cores())
-    with contextlib.suppress(AttributeError):  # only glibc has it
+        cpus = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            cpus = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cpus // local_world_size))
+    with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
-
-
-def share_of_cores():
-    """Return this process's share of the cores that the processes of this machine may use."""
-    cpus = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cpus = len(os.sched_getaffinity(0))
-    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def broadcast(value):
-    """Return rank 0's value on all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
 
 
 def mean_of_all_ranks(sums, count, device):
@@ -438,42 +394,23 @@ def handle_signals(handler):
             signal.signal(signum, handler)
 
 
-def run_settings(args, **others):
-    """Return what defines a run, as plain values: flags but those of MAY_CHANGE, and others."""
-    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    for name, value in {**settings, **others}.items():
-        try:
-            settings[name] = json.loads(json.dumps(value))  # as it will be read again
-        except TypeError as error:
-            sys.exit(f"error: cannot save the setting {name} ({error}): use numbers and strings")
-    return settings
-
-
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
-    check_finite(model)
-    differences = []
-    for parameter in model.parameters():
-        of_rank_0 = parameter.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(of_rank_0, 0)
-        differences.append((parameter.detach() - of_rank_0).norm() / of_rank_0.norm())
-    differences = torch.stack(differences)
-    dist.all_reduce(differences, dist.ReduceOp.MAX)
-    names = [name for (name, _), difference in zip(model.named_parameters(), differences.tolist())
-             if difference > 1e-4]
-    if names:
-        sys.exit(f"error: gradients of {', '.join(names):.300} are not exchanged: call model(...), "
-                 "not model.module or a method of it; set requires_grad in build_model")
-
-
-def check_finite(model):
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+    for name, parameter in model.named_parameters():
+        weights = parameter.detach().flatten().float()
+        mean = weights / dist.get_world_size()
+        dist.all_reduce(mean)
+        if not mean.isfinite().all():
+            sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+        if (weights - mean).norm() > 1e-4 * weights.norm():
+            sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
+                     "model.module or a method of it; set requires_grad in build_model")
 
 
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
-    check_finite(saved["model"])
+    if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
+        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:

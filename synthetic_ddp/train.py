@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torchvision import models
 
 
@@ -53,8 +53,7 @@ def parse_args(flags=None):
     parser.add_argument("--image-size", type=int, default=224, metavar="PIXELS",
                         help="with --model: height and width")
     parser.add_argument("--steps", type=int, default=20, help="with --model: after 5 to warm up")
-    parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS",
-                        help="to wait for other processes")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
     numbers = (args.epochs, args.batch_size, args.samples, args.image_size, args.steps,
                args.timeout)
@@ -91,11 +90,15 @@ def loss_and_correct(model, inputs, labels):
 def train(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
-    configure_cpu()
-    if device.type == "cuda":
-        configure_gpu(device)
-    form_group(rank, world_size, device, args.timeout)
-    args = broadcast(args)  # all ranks use those of rank 0
+    configure(device)
+    cuda = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
+                            device_id=device if cuda else None, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args]
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    (args,) = of_rank_0  # on all ranks
     x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
                       for tensor in load_data(args, train_set=False))
@@ -107,7 +110,7 @@ def train(args):
 
     torch.manual_seed(args.seed)
     model = build_model().to(device)
-    ddp_model = wrap_ddp(model, world_size)
+    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
@@ -146,11 +149,15 @@ def measure(args):
     """Log images/s, step time, the part of it that the exchange of gradients takes, and memory."""
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
-    configure_cpu()
-    if device.type == "cuda":
-        configure_gpu(device)
-    form_group(rank, world_size, device, args.timeout)
-    args = broadcast(args)  # all ranks use those of rank 0
+    configure(device)
+    cuda = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
+                            device_id=device if cuda else None, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args]
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    (args,) = of_rank_0  # on all ranks
     options = {}
     if args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
@@ -160,7 +167,7 @@ def measure(args):
     images = images.to(device, memory_format=torch.channels_last)
     labels = torch.randint(1000, (args.batch_size,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    ddp_model = wrap_ddp(model, world_size)
+    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
 
     def time_step(network):
         """Return the seconds of a training step. Only ddp_model exchanges gradients."""
@@ -200,13 +207,6 @@ def peak_memory(device):
     return peak if sys.platform == "darwin" else 1024 * peak  # elsewhere in KiB
 
 
-def wrap_ddp(model, world_size):
-    """Return the model with an exchange of gradients in backward(), if there are several ranks."""
-    if world_size == 1:
-        return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
 def main():
     args = parse_args()
     if args.model:
@@ -236,17 +236,13 @@ def evaluate(model, batches, device):
 
 
 def setup_environment():
-    """Return rank, local rank and world size, as torchrun's variables name them.
-
-    In a step of srun with several tasks, set them from Slurm's. There, those in the environment
-    count only if torchrun has set them or WORLD_SIZE exceeds the tasks: a notebook may leave some.
-    """
+    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # else a notebook's leftovers
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
@@ -268,59 +264,31 @@ def pick_device(local_rank):
     gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
-                 "CUDA_VISIBLE_DEVICES= trains on the CPU")
+                 "CUDA_VISIBLE_DEVICES= uses the CPU")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
     if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
-        sys.exit(f"error: more processes than GPUs ({gpus}); "
-                 "CUDA_VISIBLE_DEVICES= trains on the CPU")
+        sys.exit(f"error: more processes than {gpus} GPUs; CUDA_VISIBLE_DEVICES= uses the CPU")
     if not gpus:
         return torch.device("cpu")
     return torch.device("cuda", 0 if own_gpu else local_rank)
 
 
-def configure_cpu():
-    """Use this process's share of the cores. Keep freed memory: a fifth more images/s on a CPU."""
+def configure(device):
+    """Use this GPU at its fastest, and on the CPU this process's share of the cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(share_of_cores())
-    with contextlib.suppress(AttributeError):  # only glibc has it
+        cpus = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            cpus = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cpus // local_world_size))
+    with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
-
-
-def share_of_cores():
-    """Return this process's share of the cores that the processes of this machine may use."""
-    cpus = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cpus = len(os.sched_getaffinity(0))
-    return max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def configure_gpu(device):
-    """Make this process use this GPU, with its fastest convolutions and matrix products."""
-    torch.cuda.set_device(device)
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-
-
-def form_group(rank, world_size, device, timeout):
-    """Form the process group: nccl for tensors on GPUs, gloo for others.
-
-    A lost process is noticed after timeout seconds at the latest.
-    """
-    gpu = device.type == "cuda"
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", rank=rank, store=store,
-                            world_size=world_size, timeout=timedelta(seconds=timeout),
-                            device_id=device if gpu else None)
-
-
-def broadcast(value):
-    """Return rank 0's value on all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values, device=torch.device("cpu"))
-    return values[0]
 
 
 def mean_of_all_ranks(sums, count, device):

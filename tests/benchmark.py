@@ -125,9 +125,7 @@ def run_program(name, script, flags):
         args.bf16 = False
         torch.set_num_threads(max(1, CORES // nproc))
     else:
-        module.configure_cpu()
-        torch.backends.cudnn.benchmark = True  # as in the scripts, not in the tutorials
-        torch.set_float32_matmul_precision("high")
+        module.configure(device)
     torch.manual_seed(args.seed)
     model, optimizer = build_model(script, module, args, device, args.batch_size * nproc)
     data = module.load_data(args, True)

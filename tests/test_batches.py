@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from forked import fork, train_to_end
 from recorder import record_small_model
@@ -129,7 +130,7 @@ def test_evaluation_uses_rank_0s_running_statistics_and_leaves_modes_and_data_as
     cpu = torch.device("cpu")
 
     def evaluate(rank):
-        module.form_group(rank, 2, cpu, 60)
+        dist.init_process_group("gloo", rank=rank, world_size=2)
         model = nn.Sequential(nn.BatchNorm1d(4, affine=False).eval(), nn.Dropout())
         model[0].running_mean += rank
         modes_before = [layer.training for layer in model.modules()]

@@ -142,8 +142,8 @@ class Name(str):
 
 
 @pytest.mark.parametrize("classes, words", [
-    (tuple(map(Name, "0123456789")), ""), (None, "no attribute classes"),
-    (list(torch.arange(10)), "the setting classes")])
+    (tuple(map(Name, "0123456789")), ""), (list(torch.arange(10).numpy()), ""),
+    (None, "attribute classes")])
 def test_class_names_of_a_copys_data_set(classes, words, tmp_path):
     def setup(module, rank):
         use_small_model(module)

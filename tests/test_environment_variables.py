@@ -43,7 +43,7 @@ def test_processes_share_the_cores(environ, monkeypatch, processes, omp, expecte
     environ["LOCAL_WORLD_SIZE"] = processes
     if omp:
         environ["OMP_NUM_THREADS"] = omp
-    module.configure_cpu()
+    module.configure(torch.device("cpu"))
     assert threads[-1] == expected, f"{why}: {threads[-1]} threads, not {expected}"
 
 

@@ -15,6 +15,7 @@ from copies import make_copy
 from forked import at_step, signal_after, train_forked, train_to_end, watch
 from image_folder import TINY, write_images
 from launchers import start, wait_until_gone
+from recorder import use_small_model
 from scripts import load_script
 
 
@@ -48,6 +49,21 @@ def undisturbed(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
     train_to_end("cifar10_ddp", *flags_of(folder, 0, "--checkpoint", path, nproc=2), nproc=2)
     return path
+
+
+def test_by_default_a_process_has_a_loader_process_for_each_of_its_cores():
+    def setup(module, rank):
+        use_small_model(module)
+        started = []
+        os.environ.update(LOCAL_WORLD_SIZE="2")
+        os.sched_getaffinity = lambda pid: set(range(6))
+        watch(BaseProcess, "start", lambda process: started.append(process.name))
+        return started
+
+    flags = ("--fake-data", 64, "--batch-size", 16, "--epochs", 1)
+    (started,) = train_to_end("cifar10_ddp", *flags, setup=setup).results
+    assert len(started) == 2 * 3, (
+        f"2 processes share 6 cores: each loads images in 3, and test images, not in {started}")
 
 
 def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, tmp_path):

@@ -261,11 +261,10 @@ def test_weights_of_which_none_fits_are_an_error_line(script, change):
         pytest.fail("weights of which none fits are loaded: the model starts from random ones")
 
 
-def test_layers_whose_shape_depends_on_the_image_size_are_loaded(script, capsys):
-    """Weights of a ViT for 224 pixels and 1000 classes, on 96 pixels and 7."""
-    weights, model = (models.VisionTransformer(size, 16, 1, 2, 8, 8, num_classes=classes)
-                      for size, classes in ((224, 1000), (96, 7)))
-    script.load_pretrained(model, weights.state_dict())
+def test_weights_that_do_not_fit_are_named(script, capsys):
+    """Weights for 1000 classes, and a model for 7."""
+    model = models.get_model("squeezenet1_1", num_classes=7)
+    script.load_pretrained(model, models.get_model("squeezenet1_1").state_dict())
     text = capsys.readouterr().out
-    assert text == "pretrained, but for heads.head.weight, heads.head.bias\n", (
+    assert text == "pretrained, but for classifier.1.weight, classifier.1.bias\n", (
         f"all layers but the last are loaded, and what is not is named: {text}")

@@ -43,7 +43,7 @@ BLOCKS = {
         ("own tensors", None),
         ("validation set", None),
         ("clipping", 'before "optimizer.step()"'),
-        ("compile", 'before "ddp_model = model"'),
+        ("compile", 'before "ddp_model = DDP"'),
         ("state", None),
         ("best weights", BEFORE_RESTORE),
         ("best weights", BEFORE_LAST_LINE),
