@@ -88,7 +88,7 @@ def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
             signal_after(2, signal.Signals[name])
 
     path = tmp_path / "run.pt"
-    check_every = load_script(script).CHECK_EVERY
+    check_every = getattr(load_script(script), "CHECK_EVERY", 1)
     life = train_two(script, path, disturb=disturb, check_every=check_every)
     what = f"{name} to one process of {script} after step 2"
     assert path.exists(), f"{what}: nothing is saved, it ends with {life.statuses}\n{life.text}"
