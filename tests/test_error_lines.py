@@ -20,6 +20,7 @@ MISTAKES = {  # script, flags, what the error line names; {folder} is empty
     "no folder of images": ("cifar10_ddp", "--image-folder absent", "train/CLASS"),
     "a GPU that is not there": ("mnist_dp", "--device-ids 0 --fake-data", "--device-ids"),
     "no number of a GPU": ("mnist_dp", "--device-ids a", "--device-ids"),
+    "a size that a model does not take": ("cifar10_ddp", "--model vit_b_16 --image-size 32", "224"),
     "no pretrained weights": ("cifar10_ddp", "--pretrained --fake-data", "hub/checkpoints"),
     "several processes of mnist_dp": ("mnist_dp", "--fake-data", "cifar10_ddp", 2),
     "more processes than samples": ("cpu_ddp", "--samples 2", "fewer", 3),
