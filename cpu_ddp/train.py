@@ -111,7 +111,7 @@ def train(args):
     # A run is defined by its global batch, that of its first start, on any number of processes
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, len(x))
-    parts = len(range(rank, global_batch, world_size * args.batch_size))  # > 1: gradients add up
+    parts = len(range(rank, global_batch, world_size * args.batch_size))  # gradients accumulate
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
@@ -123,7 +123,10 @@ def train(args):
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = {**vars(args), "global_batch": global_batch}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    settings = json.loads(json.dumps(settings, default=str))  # as a checkpoint gives them back
+    for name, value in json.loads(json.dumps(settings, default=str)).items():
+        if value != settings[name]:  # it could not be compared at a resume
+            sys.exit(f"error: setting {name} is no number, text or list: {settings[name]!r:.80}")
+        settings[name] = value
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
@@ -131,7 +134,8 @@ def train(args):
         f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
 
     def handler(signum, frame):
-        log("signal received: stopping within a few steps")
+        if not signals:
+            log("signal received: stopping within a few steps")
         signals.append(signum)
 
     signals = []
@@ -198,7 +202,7 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # else a notebook's leftovers
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # not left by a notebook
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
@@ -225,12 +229,12 @@ def close_group():
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
     for name, parameter in model.named_parameters():
-        weights = parameter.detach().flatten().float()
-        mean = weights / dist.get_world_size()
-        dist.all_reduce(mean)
-        if not mean.isfinite().all():
+        weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
+        extremes = torch.stack([weights, -weights])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        if not extremes.isfinite().all():
             sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
-        if (weights - mean).norm() > 1e-4 * weights.norm():
+        if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
 
@@ -284,8 +288,7 @@ def restore(checkpoint, settings, saved, total_steps):
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")
     if checkpoint["step"] > total_steps:
-        sys.exit(f"error: {checkpoint['step']} steps are done, more than {total_steps}: "
-                 "raise --epochs")
+        sys.exit(f"error: {checkpoint['step']} of {total_steps} steps are done: raise --epochs")
     for name, part in saved.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]

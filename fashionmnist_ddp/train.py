@@ -164,7 +164,7 @@ def train(args):
     # A run is defined by its global batch, that of its first start, on any number of processes
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, len(x))
-    parts = len(range(rank, global_batch, world_size * args.batch_size))  # > 1: gradients add up
+    parts = len(range(rank, global_batch, world_size * args.batch_size))  # gradients accumulate
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
@@ -176,7 +176,10 @@ def train(args):
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = {**vars(args), "images": len(x), "global_batch": global_batch}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    settings = json.loads(json.dumps(settings, default=str))  # as a checkpoint gives them back
+    for name, value in json.loads(json.dumps(settings, default=str)).items():
+        if value != settings[name]:  # it could not be compared at a resume
+            sys.exit(f"error: setting {name} is no number, text or list: {settings[name]!r:.80}")
+        settings[name] = value
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
     del checkpoint  # a second copy of weights and optimizer
@@ -188,7 +191,8 @@ def train(args):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
     def handler(signum, frame):
-        log("signal received: stopping within a few steps, or after this evaluation")
+        if not signals:
+            log("signal received: stopping within a few steps, or after this evaluation")
         signals.append(signum)
 
     signals = []
@@ -304,7 +308,7 @@ def spawn(nproc, args):
     try:
         while not workers.join():
             pass
-    except mp.ProcessExitedException as error:  # it has printed why, unless a signal has killed it
+    except mp.ProcessExitedException as error:  # the process has printed why, unless killed
         sys.exit(1 if error.exit_code > 0 else f"error: {error}")
 
 
@@ -324,7 +328,7 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # else a notebook's leftovers
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # not left by a notebook
     mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
@@ -350,27 +354,27 @@ def pick_device(local_rank):
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
     if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
-        sys.exit(f"error: more processes than {gpus} GPUs; CUDA_VISIBLE_DEVICES= uses the CPU")
+        sys.exit(f"error: more processes than GPUs ({gpus}); CUDA_VISIBLE_DEVICES= uses the CPU")
     if not gpus:
         return torch.device("cpu")
     return torch.device("cuda", 0 if own_gpu else local_rank)
 
 
 def configure(device):
-    """Use this GPU at its fastest, and on the CPU this process's share of the cores."""
+    """Use this GPU, or the CPU, at its fastest. Return this process's share of the cores."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = max(1, cpus // local_world_size)
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        cpus = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # not on macOS
-            cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cpus // local_world_size))
+        torch.set_num_threads(cores)
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+    return cores
 
 
 def mean_of_all_ranks(sums, count, device):
@@ -397,12 +401,12 @@ def handle_signals(handler):
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
     for name, parameter in model.named_parameters():
-        weights = parameter.detach().flatten().float()
-        mean = weights / dist.get_world_size()
-        dist.all_reduce(mean)
-        if not mean.isfinite().all():
+        weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
+        extremes = torch.stack([weights, -weights])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        if not extremes.isfinite().all():
             sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
-        if (weights - mean).norm() > 1e-4 * weights.norm():
+        if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
 
@@ -456,8 +460,7 @@ def restore(checkpoint, settings, saved, total_steps):
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")
     if checkpoint["step"] > total_steps:
-        sys.exit(f"error: {checkpoint['step']} steps are done, more than {total_steps}: "
-                 "raise --epochs")
+        sys.exit(f"error: {checkpoint['step']} of {total_steps} steps are done: raise --epochs")
     for name, part in saved.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
@@ -483,10 +486,7 @@ def download(dataset, args):
 
 
 def fake_images(count, shape, seed, train_set):
-    """Return uint8 images (count, *shape) of ten learnable classes, and their labels (count,).
-
-    The test set has a quarter as many.
-    """
+    """Return uint8 images (count, *shape) of ten learnable classes, and their labels (count,)."""
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
     labels = torch.arange(count if train_set else max(1, count // 4)) % 10

@@ -160,20 +160,20 @@ def evaluate(model, images, labels, batch_size):
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def configure(device):
-    """Use this GPU at its fastest, and on the CPU this process's share of the cores."""
+    """Use this GPU, or the CPU, at its fastest. Return this process's share of the cores."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = max(1, cpus // local_world_size)
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        cpus = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # not on macOS
-            cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cpus // local_world_size))
+        torch.set_num_threads(cores)
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+    return cores
 
 
 def download(dataset, args):
@@ -188,10 +188,7 @@ def download(dataset, args):
 
 
 def fake_images(count, shape, seed, train_set):
-    """Return uint8 images (count, *shape) of ten learnable classes, and their labels (count,).
-
-    The test set has a quarter as many.
-    """
+    """Return uint8 images (count, *shape) of ten learnable classes, and their labels (count,)."""
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
     labels = torch.arange(count if train_set else max(1, count // 4)) % 10

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
-from forked import train_forked, train_to_end, train_until
+from forked import train_forked, train_to_end, train_until, watch
 from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, script_path
 
@@ -57,18 +57,30 @@ def test_a_copy_that_evaluates_in_another_way_trains_on_the_same_samples(script,
 
 
 # ---- weights ----
+def call_ddps_module(module, rank):
+    """DDP does not see it, and exchanges nothing."""
+    name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
+    loss_function = getattr(module, name)
+    setattr(module, name, lambda model, *batch: loss_function(
+        getattr(model, "module", model), *batch))
+
+
+def change_the_last_rank(module, rank):
+    """A little: its weights are nearer to the mean of all than it is itself."""
+    watch(module, "check_weights", lambda model: next(model.parameters()).data.mul_(
+        1.0004 if rank == 3 else 1))
+
+
+@pytest.mark.parametrize("mistake", [call_ddps_module, change_the_last_rank])
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
-def test_gradients_that_are_not_exchanged_are_an_error(script, tmp_path):
-    """The loss function calls DDP's module, and DDP does not see it."""
+def test_gradients_that_are_not_exchanged_are_an_error(script, mistake, tmp_path):
+    """All ranks notice it before rank 0 saves."""
     def setup(module, rank):
         use_small_model(module)
-        name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
-        loss_function = getattr(module, name)
-        setattr(module, name, lambda model, *batch: loss_function(
-            getattr(model, "module", model), *batch))
+        mistake(module, rank)
 
     flags = flags_of(script, *SCRIPTS[script].no_children, "--checkpoint", tmp_path / "run.pt")
-    end = train_forked(script, *flags, nproc=2, setup=setup)
+    end = train_forked(script, *flags, nproc=4, setup=setup)
     for status in end.statuses:
         assert "error: " in str(status) and "not exchanged" in status, (
             f"{script}: gradients are not exchanged: it ends with {end.statuses}\n{end.text}")
@@ -77,7 +89,7 @@ def test_gradients_that_are_not_exchanged_are_an_error(script, tmp_path):
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
 def test_weights_that_are_not_finite_are_an_error_without_a_checkpoint(script):
-    flags = flags_of(script, *SCRIPTS[script].no_children, "--lr", "nan")
+    flags = flags_of(script, *SCRIPTS[script].no_children, "--lr", "inf")
     end = train_forked(script, *flags, nproc=2, setup=use_small_model)
     for status in end.statuses:
         assert "error: weights are not finite" in str(status), (
@@ -142,8 +154,8 @@ class Name(str):
 
 
 @pytest.mark.parametrize("classes, words", [
-    (tuple(map(Name, "0123456789")), ""), (list(torch.arange(10).numpy()), ""),
-    (None, "attribute classes")])
+    (tuple(map(Name, "0123456789")), ""), (None, "attribute classes"),
+    (list(torch.arange(10).numpy()), "setting classes")])
 def test_class_names_of_a_copys_data_set(classes, words, tmp_path):
     def setup(module, rank):
         use_small_model(module)

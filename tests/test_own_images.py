@@ -36,7 +36,7 @@ def flags_of(folder, batch_size, epochs):
 # --- folders that cannot be meant ---
 MISTAKES = {  # what is done to a folder, and what the error line names
     "no val": ("rm -r val", "/images/val"),
-    "other classes": ("mv val/dog val/wolf", "different classes: .*dog.*wolf"),
+    "other classes": ("mv val/dog val/wolf", "classes.*dog.*wolf"),
     "empty class": ("rm val/cat/*", "classes cat[.]"),
     "one level too many": ("mkdir up; mv train val up; mkdir train val; "
                            "mv up/train train/images; mv up/val val/images",
@@ -266,5 +266,5 @@ def test_weights_that_do_not_fit_are_named(script, capsys):
     model = models.get_model("squeezenet1_1", num_classes=7)
     script.load_pretrained(model, models.get_model("squeezenet1_1").state_dict())
     text = capsys.readouterr().out
-    assert text == "pretrained, but for classifier.1.weight, classifier.1.bias\n", (
+    assert text == "pretrained, but for classifier.1.bias, classifier.1.weight\n", (
         f"all layers but the last are loaded, and what is not is named: {text}")

@@ -413,3 +413,13 @@ def test_the_weights_classify_as_in_the_run(tmp_path):
     assert name in ("cat", "dog"), f"the page's code prints the class of the image, not {name}"
     assert list(map(float, means)) == pytest.approx(list(map(float, expected)), abs=2e-4), (
         f"by the page's code, loss and accuracy of DIR/val are {means}, but in the run:\n{text}")
+
+
+def test_the_weights_of_a_run_on_generated_images_classify():
+    """Images of a run are tensors, and of the page's code a file."""
+    train_to_end("cifar10_ddp", "--fake-data", 32, "--model", "shufflenet_v2_x0_5", "--batch-size",
+                 8, "--image-size", 32, "--epochs", 1, "--workers", 0, "--checkpoint", "images.pt")
+    write_images(Path("DIR"))
+    shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
+    name = run_code("use the weights").strip()
+    assert re.fullmatch(r"\d", name), f"the page's code prints the class of the image, not {name}"

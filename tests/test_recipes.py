@@ -99,10 +99,13 @@ def test_pixels_are_scaled(script, black, white):
 
 
 def test_normalize_takes_no_images_that_a_transform_has_normalized():
-    """As ToDtype and Normalize of tutorials do."""
-    with pytest.raises(TypeError, match="uint8"):
-        load_script("cifar10_ddp").normalize(torch.rand(1, 3, 32, 32))
-        pytest.fail("normalize normalizes floats a second time")
+    """As ToDtype and Normalize of tutorials do. Those of the script keep the kind of numbers."""
+    module = load_script("cifar10_ddp")
+    for train_set in (True, False):
+        image, _ = module.transforms(module.parse_args([]), train_set)(torch.rand(3, 32, 32), 0)
+        with pytest.raises(TypeError, match="uint8"):
+            module.normalize(image)
+            pytest.fail("normalize normalizes floats a second time, or takes them as 0 and 1")
 
 
 def test_fashionmnist_flips_half_of_the_images_in_training_alone():

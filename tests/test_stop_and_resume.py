@@ -150,9 +150,10 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(script, undis
 @pytest.mark.parametrize("script", TEST_SCRIPTS)
 def test_a_signal_during_an_evaluation_is_noticed_at_once_and_the_run_stops(script, undisturbed,
                                                                            tmp_path):
-    """Who presses Ctrl-C sees a line, and need not press again."""
+    """Who presses Ctrl-C sees a line, and need not press again. Here, it is pressed again."""
     def interrupt(module, rank):
         def during_evaluation(*_):
+            signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             print("evaluation goes on")
 
@@ -166,6 +167,7 @@ def test_a_signal_during_an_evaluation_is_noticed_at_once_and_the_run_stops(scri
         f"{what}: it must stop after at most one more step, not after {life.steps}\n{life.text}")
     before, _, _ = life.text.partition("evaluation goes on")
     assert "signal" in before.splitlines()[-1], f"{what}: nothing is printed\n{life.text}"
+    assert before.count("signal received") == 1, f"{what}: it is printed twice\n{life.text}"
     end = train_two(script, path)
     text = life.text + end.text
     count = text.count("epoch 1/3  test loss")
