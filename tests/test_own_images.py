@@ -262,9 +262,9 @@ def test_weights_of_which_none_fits_are_an_error_line(script, change):
 
 
 def test_weights_that_do_not_fit_are_named(script, capsys):
-    """Weights for 1000 classes, and a model for 7."""
-    model = models.get_model("squeezenet1_1", num_classes=7)
-    script.load_pretrained(model, models.get_model("squeezenet1_1").state_dict())
+    """Weights for 1000 classes, and a model for 7. Modules of mnasnet read the weights' version."""
+    model = models.get_model("mnasnet0_5", num_classes=7)
+    script.load_pretrained(model, models.get_model("mnasnet0_5").state_dict())
     text = capsys.readouterr().out
     assert text == "pretrained, but for classifier.1.bias, classifier.1.weight\n", (
         f"all layers but the last are loaded, and what is not is named: {text}")
