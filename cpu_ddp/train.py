@@ -121,11 +121,11 @@ def train(args):
     model = build_model(args)
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {**vars(args), "global_batch": global_batch}
+    settings = {**vars(args), "samples": len(x), "global_batch": global_batch}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     for name, value in json.loads(json.dumps(settings, default=str)).items():
-        if value != settings[name]:  # it could not be compared at a resume
-            sys.exit(f"error: setting {name} is no number, text or list: {settings[name]!r:.80}")
+        if (value == settings[name]) is not True:  # a resume could not compare it
+            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
         settings[name] = value
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)

@@ -51,7 +51,7 @@ def parse_args(flags=None):
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
     parser.add_argument("--nproc", type=int, help="processes to start; None: one per GPU")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
-    parser.add_argument("--fake-data", type=int, nargs="?", const=512, help="use generated images")
+    parser.add_argument("--fake-data", type=int, nargs="?", const=512, help="images to generate")
     parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
     parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
     parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
@@ -177,12 +177,12 @@ def train(args):
     settings = {**vars(args), "images": len(x), "global_batch": global_batch}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     for name, value in json.loads(json.dumps(settings, default=str)).items():
-        if value != settings[name]:  # it could not be compared at a resume
-            sys.exit(f"error: setting {name} is no number, text or list: {settings[name]!r:.80}")
+        if (value == settings[name]) is not True:  # a resume could not compare it
+            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
         settings[name] = value
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
-    del checkpoint  # a second copy of weights and optimizer
+    del of_rank_0, checkpoint  # a second copy of weights and optimizer
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | global batch {global_batch} of {len(x)} images | "
