@@ -172,9 +172,9 @@ def transforms(args, train_set):
 def shift_and_flip(image, label):
     """Shift an image (C, H, W) by up to 4 pixels, and flip it, at random: faster than v2."""
     _, height, width = image.shape
-    image = F.pad(image.float(), (4, 4, 4, 4), "reflect").to(image.dtype)
+    padded = F.pad(image.float(), (4, 4, 4, 4), "reflect")
     top, left = random.randrange(9), random.randrange(9)
-    image = image[:, top:top + height, left:left + width]
+    image = padded[:, top:top + height, left:left + width].to(image.dtype)
     return (image.flip(2) if random.random() < 0.5 else image), label
 
 
