@@ -104,7 +104,7 @@ def test_normalize_takes_no_images_that_a_transform_has_normalized():
     for train_set in (True, False):
         image, _ = module.transforms(module.parse_args([]), train_set)(torch.rand(3, 32, 32), 0)
         with pytest.raises(TypeError, match="uint8"):
-            module.normalize(image)
+            module.normalize(image.unsqueeze(0))
             pytest.fail("normalize normalizes floats a second time, or takes them as 0 and 1")
 
 
