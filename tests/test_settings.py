@@ -52,7 +52,7 @@ def test_the_settings_and_the_global_batch_of_the_first_start_stay(script, tmp_p
 
 @pytest.mark.parametrize("kind, plain", [
     ("int", True), ("lambda text: {text: [1.5, None]}", True), ("pathlib.Path", False),
-    ("lambda text: {text}", False), ("lambda text: torch.tensor(float(text))", False)])
+    ("lambda text: {text}", False), ("lambda text: torch.ones(2).numpy()", False)])
 def test_a_setting_is_a_plain_value_or_an_error_at_the_start(kind, plain, tmp_path):
     """torch.load reads nothing else, and a resume, in another process, compares them."""
     copy = make_copy("fashionmnist_ddp", tmp_path / "copy.py",

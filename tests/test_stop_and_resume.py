@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from argparse import Namespace
 
 import pytest
@@ -204,6 +205,25 @@ def test_a_finished_run_trains_no_more(script, undisturbed, tmp_path):
     assert (life.steps, life.statuses) == ([0, 0], [0, 0]), (
         f"{script}, started again after its end, trains {life.steps} steps and ends with "
         f"{life.statuses}\n{life.text}")
+
+
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, tmp_path):
+    """It would be a second copy of the model and the optimizer in each process."""
+    def setup(module, rank):
+        use_small_model(module)
+        tensors, counts = [], []
+        watch(module, "restore", lambda checkpoint, *_: tensors.extend(
+            weakref.ref(tensor) for tensor in checkpoint.get("model", {}).values()))
+        at_step(lambda _: counts.append(sum(tensor() is not None for tensor in tensors)))
+        return counts
+
+    flags = (SCRIPTS[script].data_flag, 24, "--batch-size", 6, *SCRIPTS[script].no_children,
+             "--checkpoint", tmp_path / "run.pt", "--epochs")
+    train_to_end(script, *flags, 1, nproc=2, setup=setup)
+    ranks = train_to_end(script, *flags, 2, nproc=2, setup=setup).results
+    for rank, counts in enumerate(ranks):
+        assert set(counts) == {0}, f"{script}: rank {rank} keeps {counts} tensors of its checkpoint"
 
 
 # --- several processes ---
