@@ -85,9 +85,9 @@ def loss_and_correct(model, inputs, labels):
     return loss, (logits.argmax(1) == labels).sum()
 
 
-# ---- Training ----
-@record  # torchrun then reports the exception of the rank that fails first
-def train(args):
+# ---- Process group ----
+def form_group(args):
+    """Form the process group. Return rank 0's args, and this process's rank, world size, device."""
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
     configure(device)
@@ -98,7 +98,13 @@ def train(args):
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
     of_rank_0 = [args]
     dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    (args,) = of_rank_0  # on all ranks
+    return of_rank_0[0], rank, world_size, device
+
+
+# ---- Training ----
+@record  # torchrun then reports the exception of the rank that fails first
+def train(args):
+    args, rank, world_size, device = form_group(args)
     x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
                       for tensor in load_data(args, train_set=False))
@@ -147,17 +153,7 @@ def train(args):
 @record
 def measure(args):
     """Log images/s, step time, the part of it that the exchange of gradients takes, and memory."""
-    rank, local_rank, world_size = setup_environment()
-    device = pick_device(local_rank)
-    configure(device)
-    cuda = device.type == "cuda"
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
-                            device_id=device if cuda else None, world_size=world_size,
-                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args]
-    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    (args,) = of_rank_0  # on all ranks
+    args, _, world_size, device = form_group(args)
     options = {}
     if args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
