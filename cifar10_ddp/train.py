@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -165,8 +166,17 @@ def transforms(args, train_set):
     if args.image_folder and train_set:
         steps = [v2.ToImage(), v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
     elif not args.image_folder:
-        steps = [shift_and_flip if train_set else v2.ToImage(), v2.Resize(size)]
+        steps = [shift_and_flip if train_set else v2.ToImage(), Resize(size)]
     return v2.Compose(steps)
+
+
+class Resize(v2.Resize):
+    """v2.Resize, which takes 20 us for an image that has the size already."""
+
+    def forward(self, image, *others):
+        if [*image.shape[-2:]] == 2 * self.size:
+            return image, *others
+        return super().forward(image, *others)
 
 
 def shift_and_flip(image, label):
@@ -196,84 +206,43 @@ def loss_and_correct(model, images, labels):
 # ---- Training ----
 @record  # torchrun then reports the exception of the rank that fails first
 def train(args):
-    rank, local_rank, world_size = setup_environment()
-    device = pick_device(local_rank)
-    checkpoint, weights, sets = {}, None, None
-    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
-        prepare_data(args)
-        sets = load_sets(args)
-        checkpoint = load_checkpoint(args.checkpoint)
-        if args.pretrained and not checkpoint:
-            weights = pretrained_weights(args)
-    cores = configure(device)
-    cuda = device.type == "cuda"
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
-                            device_id=device if cuda else None, world_size=world_size,
-                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint, sets if args.image_folder else None]  # lists of files are small
-    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    args, checkpoint, lists = of_rank_0  # on all ranks
-    if local_rank == 0 and rank > 0:
-        prepare_data(args)  # on machines that do not share the disk of rank 0
-    dist.barrier()  # now each machine has the data
-    train_set, test_set = sets or lists or load_sets(args)
+    args, rank, world_size, device, (train_set, test_set), checkpoint = form_group(args)
     images, classes = len(train_set), list(train_set.classes)
-
-    # A run is defined by its global batch, that of its first start, on any number of processes
-    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
-    global_batch = min(args.global_batch or default, images)
-    parts = len(range(rank, global_batch, world_size * args.batch_size))  # gradients accumulate
-    if global_batch < world_size:
-        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
+    global_batch = choose_global_batch(args, checkpoint, images, world_size)
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
+    # Each process computes its share of a batch in parts of at most --batch-size
+    parts = len(range(rank, global_batch, world_size * args.batch_size))
 
     torch.manual_seed(args.seed)
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {**vars(args), "images": images, "classes": classes, "global_batch": global_batch,
-                "image_folder": bool(args.image_folder)}  # wherever it is
-    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    for name, value in json.loads(json.dumps(settings, default=str)).items():
-        if (value == settings[name]) is not True:  # a resume could not compare it
-            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value
+    settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
+                            image_folder=bool(args.image_folder))  # wherever it is
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
-    if weights is not None:  # only on rank 0: DDP copies its model to the others
-        load_pretrained(model, weights)
-    del of_rank_0, checkpoint, weights  # second copies
+    if args.pretrained and not checkpoint and rank == 0:  # DDP copies its model to the others
+        load_pretrained(model, pretrained_weights(args))
+    del checkpoint  # a second copy of weights and optimizer
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | {args.model} | global batch {global_batch} of "
         f"{images} images in {len(classes)} classes | steps {step} to {total_steps}")
 
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    workers = min(8, cores) if args.workers is None else args.workers
-    options = {"num_workers": workers, "pin_memory": cuda,
-               "worker_init_fn": ignore_signals, "timeout": args.timeout if workers else 0}
     # One iterator for all epochs: its processes start once, and read ahead during evaluations
     keys = batch_keys(args, images, global_batch, step, parts, rank, world_size)
-    loader = iter(DataLoader(SeededData(train_set, transforms(args, True)), batch_sampler=keys,
-                             **options))
-    test_keys = [(args.seed, 0, False, index) for index in range(rank, len(test_set), world_size)]
-    test_loader = DataLoader(SeededData(test_set, transforms(args, False)), args.batch_size,
-                             sampler=test_keys, persistent_workers=workers > 0, **options)
+    loader = iter(build_loader(args, train_set, transforms(args, True), device,
+                               batch_sampler=keys))
+    test_indices = range(rank, len(test_set), world_size)
+    test_keys = [Key(args.seed, 0, False, index) for index in test_indices]
+    test_loader = build_loader(args, test_set, transforms(args, False), device, sampler=test_keys,
+                               batch_size=args.batch_size)
 
-    def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps, or after this evaluation")
-        signals.append(signum)
-
-    signals = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-    first_step = step + 1
+    signals = catch_signals()
+    speed = Speed(args.log_every)
     save_time = time.perf_counter()
-    wait_seconds = 0.0  # for images
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
         loss_sum = correct_sum = count = 0  # of this process in this epoch
@@ -289,10 +258,11 @@ def train(args):
             for part in range(parts):
                 before = time.perf_counter()
                 batch = next(loader)
-                wait_seconds += time.perf_counter() - before
+                speed.wait_seconds += time.perf_counter() - before
                 batch = [tensor.to(device, non_blocking=True) for tensor in batch]
-                torch.manual_seed(hash((args.seed, step, rank + part * world_size)))  # of dropout
-                ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
+                seed_step(hash((args.seed, step, rank + part * world_size)), device)  # of dropout
+                # Exchange gradients once: no_sync() sets this, too, but would need the step twice
+                ddp_model.require_backward_grad_sync = part == parts - 1
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, *batch)
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
@@ -302,26 +272,20 @@ def train(args):
             optimizer.step()
             step += 1
 
-            now = time.perf_counter()
-            if step == first_step:  # it takes longer than others
-                start = log_time = now
-                wait_seconds = 0.0
-            elif rank == 0 and now - log_time >= args.log_every:
-                log_time = now
-                rate = (step - first_step) / (now - start)
+            if rank == 0 and speed.log_is_due(step):
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  accuracy {correct_sum / count:.4f}  "
-                    f"{rate * global_batch:,.0f} images/s  "
-                    f"wait {100 * wait_seconds / (now - start):.0f} %  "
-                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
+                    f"{speed.steps_per_second * global_batch:,.0f} images/s  "
+                    f"wait {100 * speed.wait:.0f} %  "
+                    f"{speed.time_left(total_steps - step)} left")
             if exchange:
                 exchange.wait()
             end_of_epoch = step % steps_per_epoch == 0
             if end_of_epoch:
                 check_weights(model)
-            due = end_of_epoch or now - save_time >= 60 * args.save_every
+            due = end_of_epoch or time.perf_counter() - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                save_time = now
+                save_time = time.perf_counter()
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -336,6 +300,31 @@ def train(args):
     close_group()
 
 
+class Speed:
+    """Steps per second since the first step, which takes longer than others. Says when to log."""
+
+    def __init__(self, log_every):
+        self.log_every = log_every  # seconds
+        self.first_step = None
+        self.wait_seconds = 0.0  # for images: train adds them up
+
+    def log_is_due(self, step):
+        """Return whether log_every seconds have passed. If so, compute the speed."""
+        now = time.perf_counter()
+        if self.first_step is None:
+            self.first_step, self.start, self.log_time = step, now, now
+            self.wait_seconds = 0.0
+        elif now - self.log_time >= self.log_every:
+            self.log_time = now
+            self.steps_per_second = (step - self.first_step) / (now - self.start)
+            self.wait = self.wait_seconds / (now - self.start)  # a part of the time
+            return True
+        return False
+
+    def time_left(self, steps):
+        return timedelta(seconds=round(steps / self.steps_per_second))
+
+
 def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
     for buffer in model.buffers():
@@ -345,6 +334,7 @@ def evaluate(model, batches, device):
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
         for batch in batches:
+            # Copies: a loss function may change its batch, and these are used in each epoch
             batch = [tensor.to(device, copy=True) for tensor in batch]
             loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
@@ -355,6 +345,41 @@ def evaluate(model, batches, device):
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
+# ---- Process group ----
+def form_group(args):
+    """Form the process group, and load the data.
+
+    Return rank 0's args, this process's rank, the world size, this process's device, the training
+    and the test set, and rank 0's checkpoint, {} if there is none.
+    """
+    rank, local_rank, world_size = setup_environment()
+    device = pick_device(local_rank)
+    sets, checkpoint = None, {}
+    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
+        prepare_data(args)
+        sets = load_sets(args)
+        checkpoint = load_checkpoint(args.checkpoint)
+        if args.pretrained and not checkpoint:
+            pretrained_weights(args)  # downloads them
+    cores = configure(device)
+    cuda = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
+                            device_id=device if cuda else None, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args, checkpoint, sets if args.image_folder else None]  # lists of files are small
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    args, checkpoint, lists = of_rank_0  # on all ranks
+    if local_rank == 0 and rank > 0:
+        prepare_data(args)  # on machines that do not share the disk of rank 0
+    dist.barrier()  # now each machine has the data
+    sets = sets or lists or load_sets(args)
+    if args.workers is None:
+        args.workers = min(8, cores)  # of this process
+    return args, rank, world_size, device, sets, checkpoint
+
+
+# ---- Data: from files to batches ----
 def load_sets(args):
     """Return the training set and the test set, or exit if their classes differ."""
     sets = []
@@ -411,6 +436,14 @@ def read_image(path, size):
         raise RuntimeError(f"cannot read the image {path}: {error}") from error
 
 
+class Key(NamedTuple):
+    """A sample in an epoch. Its random numbers are seeded by the hash of these numbers."""
+    seed: int
+    epoch: int
+    training: bool
+    index: int
+
+
 class SeededData(Dataset):
     """Samples, transformed with random numbers of their key alone: a resumed run repeats them."""
 
@@ -421,7 +454,7 @@ class SeededData(Dataset):
     def __getitem__(self, key):
         torch.default_generator.manual_seed(hash(key))  # torch.manual_seed takes 80 us
         random.seed(hash(key))
-        return self.transform(*self.data[key[-1]])
+        return self.transform(*self.data[key.index])
 
 
 def batch_keys(args, images, global_batch, step, parts, rank, world_size):
@@ -434,7 +467,15 @@ def batch_keys(args, images, global_batch, step, parts, rank, world_size):
         for batch in batches[max(0, step - epoch * steps_per_epoch):]:
             for part in range(parts):
                 indices = batch[rank + part * world_size::parts * world_size]
-                yield [(args.seed, epoch, True, index) for index in indices.tolist()]
+                yield [Key(args.seed, epoch, True, index) for index in indices.tolist()]
+
+
+def build_loader(args, data, transform, device, **batches):
+    """Return a DataLoader of transformed samples. batches: its options for keys and batch size."""
+    return DataLoader(SeededData(data, transform), num_workers=args.workers,
+                      persistent_workers=args.workers > 0, pin_memory=device.type == "cuda",
+                      worker_init_fn=ignore_signals, timeout=args.timeout if args.workers else 0,
+                      **batches)
 
 
 def ignore_signals(worker):
@@ -444,7 +485,9 @@ def ignore_signals(worker):
 
 
 def main():
-    if sys.platform == "linux":  # forkserver (Python 3.14) keeps the loader's processes alive
+    # fork: a loader process that imports PyTorch, as others do, would be ended by a signal to all,
+    # and Python 3.14's forkserver keeps the loader's processes alive
+    if sys.platform == "linux":
         mp.set_start_method("fork", force=True)
     try:
         train(parse_args())
@@ -518,11 +561,47 @@ def mean_of_all_ranks(sums, count, device):
     return (totals[:-1] / totals[-1]).tolist()
 
 
+def seed_step(seed, device):
+    """Seed this process's random numbers: torch.manual_seed, for all kinds of devices, is slow."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def choose_global_batch(args, checkpoint, samples, world_size):
+    """Return the samples of a step. A run keeps those of its first start on any world size."""
+    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
+    global_batch = min(args.global_batch or default, samples)
+    if global_batch < world_size:
+        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
+    return global_batch
+
+
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
     time.sleep(0.5)  # gloo's threads may still work (pytorch#154976): a hang or an abort without it
     dist.destroy_process_group()
+
+
+def handle_signals(handler):
+    """Call handler on SIGTERM, Ctrl-C and a closed terminal."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
+
+
+def catch_signals():
+    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
+    signals = []
+
+    def handler(signum, frame):
+        if not signals:
+            log("signal received: stopping within a few steps, or after this evaluation")
+        signals.append(signum)
+
+    handle_signals(handler)
+    return signals
 
 
 def check_weights(model):
@@ -536,6 +615,17 @@ def check_weights(model):
         if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
+
+
+def run_settings(args, **more):
+    """Return what defines the run: more, and the flags but for MAY_CHANGE. Exit unless plain."""
+    settings = {**vars(args), **more}
+    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
+    for name, value in json.loads(json.dumps(settings, default=str)).items():
+        if (value == settings[name]) is not True:  # a resume could not compare it
+            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
+        settings[name] = value
+    return settings
 
 
 def save_checkpoint(path, saved, settings, step):
@@ -618,7 +708,7 @@ def fake_images(count, shape, seed, train_set):
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
     labels = torch.arange(count if train_set else max(1, count // 4)) % 10
     generator.manual_seed(2 * seed + 1 + train_set)
-    noise = torch.randint(256, (len(labels), *shape), generator=generator)
+    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
     images = (2 * F.interpolate(patterns, shape[1:])[labels] + noise) / 3
     return images.to(torch.uint8), labels
 

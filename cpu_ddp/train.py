@@ -97,52 +97,28 @@ def loss_of(model, inputs, targets):
 # ---- Training ----
 @record  # torchrun then reports the exception of the rank that fails first
 def train(args):
-    rank, _, world_size = setup_environment()
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
-                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint]
-    dist.broadcast_object_list(of_rank_0)
-    args, checkpoint = of_rank_0  # on all ranks
+    args, rank, world_size, checkpoint = form_group(args)
     torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
     x, y = load_data(args)
 
-    # A run is defined by its global batch, that of its first start, on any number of processes
-    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
-    global_batch = min(args.global_batch or default, len(x))
-    parts = len(range(rank, global_batch, world_size * args.batch_size))  # gradients accumulate
-    if global_batch < world_size:
-        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
+    global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
+    # Each process computes its share of a batch in parts of at most --batch-size
+    parts = len(range(rank, global_batch, world_size * args.batch_size))
 
     torch.manual_seed(args.seed)
     model = build_model(args)
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {**vars(args), "samples": len(x), "global_batch": global_batch}
-    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    for name, value in json.loads(json.dumps(settings, default=str)).items():
-        if (value == settings[name]) is not True:  # a resume could not compare it
-            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value
+    settings = run_settings(args, samples=len(x), global_batch=global_batch)
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     log(f"world size {world_size}, threads {torch.get_num_threads()} | torch {torch.__version__} | "
         f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
-
-    def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps")
-        signals.append(signum)
-
-    signals = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-    first_step = step + 1
+    signals = catch_signals()
+    speed = Speed(args.log_every)
     save_time = time.perf_counter()
     for epoch in range(step // steps_per_epoch, args.epochs):
         # The order depends on seed and epoch only: a resumed run goes on where it stopped
@@ -160,7 +136,8 @@ def train(args):
             optimizer.zero_grad()
             for part in range(parts):
                 indices = batch[rank + part * world_size::parts * world_size]
-                ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
+                # Exchange gradients once: no_sync() sets this, too, but would need the step twice
+                ddp_model.require_backward_grad_sync = part == parts - 1
                 loss = loss_of(ddp_model, x[indices], y[indices])
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
                 loss_sum += loss.detach()
@@ -168,22 +145,18 @@ def train(args):
             optimizer.step()
             step += 1
 
-            now = time.perf_counter()
-            if step == first_step:  # it takes longer than others
-                start = log_time = now
-            elif rank == 0 and now - log_time >= args.log_every:
-                log_time = now
-                rate = (step - first_step) / (now - start)
+            if rank == 0 and speed.log_is_due(step):
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
-                    f"loss {loss_sum / count:.4f}  {rate * global_batch:,.0f} samples/s  "
-                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
+                    f"loss {loss_sum / count:.4f}  "
+                    f"{speed.steps_per_second * global_batch:,.0f} samples/s  "
+                    f"{speed.time_left(total_steps - step)} left")
             if exchange:
                 exchange.wait()
             if step % steps_per_epoch == 0:
                 check_weights(model)
-            due = step == total_steps or now - save_time >= 60 * args.save_every
+            due = step == total_steps or time.perf_counter() - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                save_time = now
+                save_time = time.perf_counter()
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -192,6 +165,42 @@ def train(args):
         dist.all_reduce(sums)  # of all processes
         log(f"epoch {epoch + 1}/{args.epochs}  loss {sums[0] / sums[1]:.4f}")
     close_group()
+
+
+class Speed:
+    """Steps per second since the first step, which takes longer than others. Says when to log."""
+
+    def __init__(self, log_every):
+        self.log_every = log_every  # seconds
+        self.first_step = None
+
+    def log_is_due(self, step):
+        """Return whether log_every seconds have passed. If so, steps_per_second is new."""
+        now = time.perf_counter()
+        if self.first_step is None:
+            self.first_step, self.start, self.log_time = step, now, now
+        elif now - self.log_time >= self.log_every:
+            self.log_time = now
+            self.steps_per_second = (step - self.first_step) / (now - self.start)
+            return True
+        return False
+
+    def time_left(self, steps):
+        return timedelta(seconds=round(steps / self.steps_per_second))
+
+
+def form_group(args):
+    """Form the process group. Return rank 0's args, rank, world size, and rank 0's checkpoint."""
+    rank, _, world_size = setup_environment()
+    # Before the group is formed: if rank 0 fails, the launcher ends the others
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args, checkpoint]
+    dist.broadcast_object_list(of_rank_0)
+    args, checkpoint = of_rank_0  # on all ranks
+    return args, rank, world_size, checkpoint
 
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
@@ -219,11 +228,40 @@ def setup_environment():
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
+def choose_global_batch(args, checkpoint, samples, world_size):
+    """Return the samples of a step. A run keeps those of its first start on any world size."""
+    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
+    global_batch = min(args.global_batch or default, samples)
+    if global_batch < world_size:
+        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
+    return global_batch
+
+
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
     time.sleep(0.5)  # gloo's threads may still work (pytorch#154976): a hang or an abort without it
     dist.destroy_process_group()
+
+
+def handle_signals(handler):
+    """Call handler on SIGTERM, Ctrl-C and a closed terminal."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
+
+
+def catch_signals():
+    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
+    signals = []
+
+    def handler(signum, frame):
+        if not signals:
+            log("signal received: stopping within a few steps, or after this evaluation")
+        signals.append(signum)
+
+    handle_signals(handler)
+    return signals
 
 
 def check_weights(model):
@@ -237,6 +275,17 @@ def check_weights(model):
         if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
+
+
+def run_settings(args, **more):
+    """Return what defines the run: more, and the flags but for MAY_CHANGE. Exit unless plain."""
+    settings = {**vars(args), **more}
+    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
+    for name, value in json.loads(json.dumps(settings, default=str)).items():
+        if (value == settings[name]) is not True:  # a resume could not compare it
+            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
+        settings[name] = value
+    return settings
 
 
 def save_checkpoint(path, saved, settings, step):

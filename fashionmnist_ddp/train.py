@@ -138,66 +138,35 @@ def loss_and_correct(model, images, labels):
 # ---- Training ----
 @record  # torchrun then reports the exception of the rank that fails first
 def train(args):
-    rank, local_rank, world_size = setup_environment()
-    device = pick_device(local_rank)
-    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
-        prepare_data(args)
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
-    configure(device)
-    cuda = device.type == "cuda"
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
-                            device_id=device if cuda else None, world_size=world_size,
-                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint]
-    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    args, checkpoint = of_rank_0  # on all ranks
-    if local_rank == 0 and rank > 0:
-        prepare_data(args)  # on machines that do not share the disk of rank 0
-    dist.barrier()  # now each machine has the data
+    args, rank, world_size, device, checkpoint = form_group(args)
     torch.manual_seed(args.seed)  # a random_split in load_data is the same on all ranks, ...
     x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
     torch.manual_seed(args.seed)  # ... and in both calls
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
                       for tensor in load_data(args, train_set=False))
 
-    # A run is defined by its global batch, that of its first start, on any number of processes
-    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
-    global_batch = min(args.global_batch or default, len(x))
-    parts = len(range(rank, global_batch, world_size * args.batch_size))  # gradients accumulate
-    if global_batch < world_size:
-        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
+    global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
+    # Each process computes its share of a batch in parts of at most --batch-size
+    parts = len(range(rank, global_batch, world_size * args.batch_size))
 
     torch.manual_seed(args.seed)
     model = build_model(args).to(device, memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = {**vars(args), "images": len(x), "global_batch": global_batch}
-    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    for name, value in json.loads(json.dumps(settings, default=str)).items():
-        if (value == settings[name]) is not True:  # a resume could not compare it
-            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value
+    settings = run_settings(args, images=len(x), global_batch=global_batch)
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
-    del of_rank_0, checkpoint  # a second copy of weights and optimizer
+    del checkpoint  # a second copy of weights and optimizer
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | global batch {global_batch} of {len(x)} images | "
         f"steps {step} to {total_steps}")
 
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-
-    def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps, or after this evaluation")
-        signals.append(signum)
-
-    signals = []
-    handle_signals(handler)
-    first_step = step + 1
+    signals = catch_signals()
+    speed = Speed(args.log_every)
     save_time = time.perf_counter()
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
@@ -218,8 +187,9 @@ def train(args):
             for part in range(parts):
                 first = rank + part * world_size
                 indices = batch[first::parts * world_size]
-                torch.manual_seed(hash((args.seed, step, first)))  # of random flips and dropout
-                ddp_model.require_backward_grad_sync = part == parts - 1  # exchange gradients once
+                seed_step(hash((args.seed, step, first)), device)  # of random flips and dropout
+                # Exchange gradients once: no_sync() sets this, too, but would need the step twice
+                ddp_model.require_backward_grad_sync = part == parts - 1
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
@@ -229,24 +199,19 @@ def train(args):
             optimizer.step()
             step += 1
 
-            now = time.perf_counter()
-            if step == first_step:  # it takes longer than others
-                start = log_time = now
-            elif rank == 0 and now - log_time >= args.log_every:
-                log_time = now
-                rate = (step - first_step) / (now - start)
+            if rank == 0 and speed.log_is_due(step):
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  accuracy {correct_sum / count:.4f}  "
-                    f"{rate * global_batch:,.0f} images/s  "
-                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
+                    f"{speed.steps_per_second * global_batch:,.0f} images/s  "
+                    f"{speed.time_left(total_steps - step)} left")
             if exchange:
                 exchange.wait()
             end_of_epoch = step % steps_per_epoch == 0
             if end_of_epoch:
                 check_weights(model)
-            due = end_of_epoch or now - save_time >= 60 * args.save_every
+            due = end_of_epoch or time.perf_counter() - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                save_time = now
+                save_time = time.perf_counter()
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -261,6 +226,28 @@ def train(args):
     close_group()
 
 
+class Speed:
+    """Steps per second since the first step, which takes longer than others. Says when to log."""
+
+    def __init__(self, log_every):
+        self.log_every = log_every  # seconds
+        self.first_step = None
+
+    def log_is_due(self, step):
+        """Return whether log_every seconds have passed. If so, steps_per_second is new."""
+        now = time.perf_counter()
+        if self.first_step is None:
+            self.first_step, self.start, self.log_time = step, now, now
+        elif now - self.log_time >= self.log_every:
+            self.log_time = now
+            self.steps_per_second = (step - self.first_step) / (now - self.start)
+            return True
+        return False
+
+    def time_left(self, steps):
+        return timedelta(seconds=round(steps / self.steps_per_second))
+
+
 def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
     for buffer in model.buffers():
@@ -270,6 +257,7 @@ def evaluate(model, batches, device):
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
         for batch in batches:
+            # Copies: a loss function may change its batch, and these are used in each epoch
             batch = [tensor.to(device, copy=True) for tensor in batch]
             loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
@@ -278,6 +266,33 @@ def evaluate(model, batches, device):
     for module in training:
         module.training = True
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
+
+
+# ---- Processes ----
+def form_group(args):
+    """Form the process group, and download the data.
+
+    Return rank 0's args, this process's rank, the world size, this process's device, and rank 0's
+    checkpoint, {} if there is none.
+    """
+    rank, local_rank, world_size = setup_environment()
+    device = pick_device(local_rank)
+    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
+        prepare_data(args)
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
+    configure(device)
+    cuda = device.type == "cuda"
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
+                            device_id=device if cuda else None, world_size=world_size,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args, checkpoint]
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    args, checkpoint = of_rank_0  # on all ranks
+    if local_rank == 0 and rank > 0:
+        prepare_data(args)  # on machines that do not share the disk of rank 0
+    dist.barrier()  # now each machine has the data
+    return args, rank, world_size, device, checkpoint
 
 
 def main():
@@ -384,6 +399,22 @@ def mean_of_all_ranks(sums, count, device):
     return (totals[:-1] / totals[-1]).tolist()
 
 
+def seed_step(seed, device):
+    """Seed this process's random numbers: torch.manual_seed, for all kinds of devices, is slow."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def choose_global_batch(args, checkpoint, samples, world_size):
+    """Return the samples of a step. A run keeps those of its first start on any world size."""
+    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
+    global_batch = min(args.global_batch or default, samples)
+    if global_batch < world_size:
+        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
+    return global_batch
+
+
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
@@ -398,6 +429,19 @@ def handle_signals(handler):
             signal.signal(signum, handler)
 
 
+def catch_signals():
+    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
+    signals = []
+
+    def handler(signum, frame):
+        if not signals:
+            log("signal received: stopping within a few steps, or after this evaluation")
+        signals.append(signum)
+
+    handle_signals(handler)
+    return signals
+
+
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
     for name, parameter in model.named_parameters():
@@ -409,6 +453,17 @@ def check_weights(model):
         if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
+
+
+def run_settings(args, **more):
+    """Return what defines the run: more, and the flags but for MAY_CHANGE. Exit unless plain."""
+    settings = {**vars(args), **more}
+    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
+    for name, value in json.loads(json.dumps(settings, default=str)).items():
+        if (value == settings[name]) is not True:  # a resume could not compare it
+            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
+        settings[name] = value
+    return settings
 
 
 def save_checkpoint(path, saved, settings, step):
@@ -491,7 +546,7 @@ def fake_images(count, shape, seed, train_set):
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
     labels = torch.arange(count if train_set else max(1, count // 4)) % 10
     generator.manual_seed(2 * seed + 1 + train_set)
-    noise = torch.randint(256, (len(labels), *shape), generator=generator)
+    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
     images = (2 * F.interpolate(patterns, shape[1:])[labels] + noise) / 3
     return images.to(torch.uint8), labels
 

@@ -146,15 +146,13 @@ def pick_devices(device_ids):
 @torch.no_grad()
 def evaluate(model, images, labels, batch_size):
     """Return the mean loss and the mean accuracy of the images."""
-    training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = 0
     for x, y in zip(images.split(batch_size), labels.split(batch_size)):
         loss, correct = loss_and_correct(model, x, y)
         loss_sum += loss.double()
         correct_sum += correct.double()
-    for module in training:
-        module.training = True
+    model.train()
     return loss_sum.item() / len(labels), correct_sum.item() / len(labels)
 
 
@@ -193,7 +191,7 @@ def fake_images(count, shape, seed, train_set):
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
     labels = torch.arange(count if train_set else max(1, count // 4)) % 10
     generator.manual_seed(2 * seed + 1 + train_set)
-    noise = torch.randint(256, (len(labels), *shape), generator=generator)
+    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
     images = (2 * F.interpolate(patterns, shape[1:])[labels] + noise) / 3
     return images.to(torch.uint8), labels
 

@@ -221,6 +221,7 @@ def evaluate(model, batches, device):
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
         for batch in batches:
+            # Copies: a loss function may change its batch, and these are used in each epoch
             batch = [tensor.to(device, copy=True) for tensor in batch]
             loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
