@@ -74,6 +74,9 @@ def parse_args(flags=None):
                args.timeout)
     if any(number is not None and number < 1 for number in numbers):
         parser.error("epochs, batch sizes and other numbers must be at least 1")
+    numbers = (args.lr, args.save_every, args.log_every, args.workers or 0)
+    if not all(number >= 0 for number in numbers):  # nan is not
+        parser.error("--lr, --save-every, --log-every and --workers must be at least 0")
     if args.image_size is None:
         small = args.model == "resnet18" and not args.image_folder and not args.pretrained
         args.image_size = 32 if small else 224
@@ -139,24 +142,28 @@ def prepare_data(args):
         download(CIFAR10, args)
 
 
-def load_data(args, train_set):
-    """Return a data set of pairs (image, label), and as its attribute classes their names.
+def load_data(args):
+    """Return the training set and the test set, each with the names of its classes in .classes.
 
-    Images are uint8 (3, 32, 32), with --image-folder PIL images; labels are integers.
+    They are data sets of pairs (image, label): images are uint8 (3, 32, 32), with --image-folder
+    PIL images; labels are integers. All ranks call this with the same random numbers of torch and
+    Python, but with --image-folder only rank 0: compute what depends on the data in train().
     """
     if args.image_folder:
-        folder = os.path.join(args.image_folder, "train" if train_set else "val")
-        return image_folder(folder, args.image_size)
+        return [image_folder(os.path.join(args.image_folder, part), args.image_size)
+                for part in ("train", "val")]
     if args.fake_data:
-        images, labels = fake_images(args.fake_data, (3, 32, 32), args.seed, train_set)
+        sets = fake_images(args.fake_data, (3, 32, 32), args.seed)
         classes = list("0123456789")
     else:
-        cifar10 = CIFAR10(args.data_dir, train_set)
-        images = torch.from_numpy(cifar10.data).permute(0, 3, 1, 2).contiguous()
-        labels, classes = torch.tensor(cifar10.targets), cifar10.classes
-    data = TensorDataset(images, labels)
-    data.classes = classes
-    return data
+        cifar10 = [CIFAR10(args.data_dir, train) for train in (True, False)]
+        sets = [(torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous(),
+                 torch.tensor(data.targets)) for data in cifar10]
+        classes = cifar10[0].classes
+    sets = [TensorDataset(images, labels) for images, labels in sets]
+    for data in sets:
+        data.classes = classes
+    return sets
 
 
 def transforms(args, train_set):
@@ -216,6 +223,8 @@ def train(args):
 
     torch.manual_seed(args.seed)
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
+    if not model.training:  # Hugging Face's from_pretrained() returns it so
+        model.train()
     optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
@@ -242,7 +251,7 @@ def train(args):
 
     signals = catch_signals()
     speed = Speed(args.log_every)
-    save_time = time.perf_counter()
+    saved_step, save_time = step, time.perf_counter()
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
         loss_sum = correct_sum = count = 0  # of this process in this epoch
@@ -266,8 +275,8 @@ def train(args):
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, *batch)
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
-                loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
-                correct_sum += correct.detach()
+                loss_sum += loss.detach().double()  # a tensor: the CPU does not wait for the GPU
+                correct_sum += correct.detach().double()
                 count += len(batch[0])
             optimizer.step()
             step += 1
@@ -285,7 +294,7 @@ def train(args):
                 check_weights(model)
             due = end_of_epoch or time.perf_counter() - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                save_time = time.perf_counter()
+                saved_step, save_time = step, time.perf_counter()
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -297,6 +306,8 @@ def train(args):
             test_loss, test_accuracy = evaluate(model, test_loader, device)
         log(f"epoch {epoch + 1}/{args.epochs}  test loss {test_loss:.4f}  "
             f"accuracy {test_accuracy:.4f}  {time.perf_counter() - epoch_time:.1f} s")
+    if rank == 0 and args.checkpoint and step > saved_step:  # an edited loop has ended early
+        save_checkpoint(args.checkpoint, saved, settings, step)
     close_group()
 
 
@@ -327,8 +338,9 @@ class Speed:
 
 def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
+    if dist.get_world_size() > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
     training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = count = 0
@@ -338,7 +350,7 @@ def evaluate(model, batches, device):
             batch = [tensor.to(device, copy=True) for tensor in batch]
             loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
-            correct_sum += correct
+            correct_sum += correct.double()
             count += len(batch[0])
     for module in training:
         module.training = True
@@ -381,15 +393,15 @@ def form_group(args):
 
 # ---- Data: from files to batches ----
 def load_sets(args):
-    """Return the training set and the test set, or exit if their classes differ."""
-    sets = []
-    for train_set in (True, False):
-        torch.manual_seed(args.seed)  # all ranks, and both calls, split a data set alike
-        sets.append(load_data(args, train_set))
+    """Return the training set and the test set of load_data, or exit if their classes differ."""
+    torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
+    random.seed(args.seed)
+    sets = load_data(args)
     classes, test_classes = (list(getattr(data, "classes", [])) for data in sets)
     if not classes or classes != test_classes:
         different = ascii(sorted(set(classes) ^ set(test_classes)) or [classes, test_classes])
-        sys.exit(f"error: data sets need an attribute classes, equal in both: {different:.300}")
+        sys.exit("error: training and test set need the same classes (folders, or an attribute "
+                 f"classes), not these in one of them: {different:.300}")
     return sets
 
 
@@ -402,7 +414,7 @@ def image_folder(folder, size):
     files = [len(names) for *_, names in os.walk(folder, onerror=refuse, followlinks=True)]
     hidden = [path for path, _ in data.samples if re.search("/[.@]", path[len(folder):])]
     if hidden:
-        refuse(f"delete hidden files such as {hidden[0]}")
+        refuse(f"delete or rename files that look hidden, such as {hidden[0]}")
     if len(data.classes) == 1:
         refuse(f"the only class in {folder} is {data.classes[0]}")
     if sum(files) > len(data):
@@ -416,12 +428,14 @@ def refuse(problem):
 
 
 def read_image(path, size):
-    """Return the image at path as a PIL image in RGB, upright, on white if it is transparent."""
+    """Return the image at path as a PIL image in RGB, upright, on gray if it is transparent."""
     try:
         with Image.open(path) as image:
             deep = image.mode == "I" and image.format not in ("PNG", "PPM")  # those have 16 bits
             if deep or image.mode == "F" or "I;12" in str(image.tile):  # 12 bits, in a TIFF
                 raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
+            if image.format == "TIFF" and has_pages(image):
+                raise ValueError("it has several pages: save each as a file of its own")
             image.draft(None, (4 * size, 4 * size))  # large JPEGs: smaller, but enough for crops
             image.load()
             with contextlib.suppress(Exception):  # damaged EXIF data: viewers show the image, too
@@ -430,10 +444,22 @@ def read_image(path, size):
                 image = image.convert("I").point(lambda level: level / 257).convert("L")
             elif "transparency" in image.info or image.mode in ("RGBA", "RGBa", "LA", "PA"):
                 image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+                # Not white or black, which would hide drawings in that color
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "gray"), image)
             return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
         raise RuntimeError(f"cannot read the image {path}: {error}") from error
+
+
+def has_pages(image):
+    """Return whether a TIFF has more than its first page. A smaller copy of that is none."""
+    if image.n_frames == 1:
+        return False
+    size = image.size
+    image.seek(1)
+    other_size = image.size
+    image.seek(0)
+    return other_size == size
 
 
 class Key(NamedTuple):
@@ -572,6 +598,8 @@ def choose_global_batch(args, checkpoint, samples, world_size):
     """Return the samples of a step. A run keeps those of its first start on any world size."""
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, samples)
+    if samples == 0:
+        sys.exit("error: the training set is empty")
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     return global_batch
@@ -606,6 +634,9 @@ def catch_signals():
 
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
+    for name, buffer in model.named_buffers():
+        if "running" in name and not buffer.isfinite().all():  # of BatchNorm
+            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
     for name, parameter in model.named_parameters():
         weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
         extremes = torch.stack([weights, -weights])
@@ -618,13 +649,22 @@ def check_weights(model):
 
 
 def run_settings(args, **more):
-    """Return what defines the run: more, and the flags but for MAY_CHANGE. Exit unless plain."""
+    """Return what defines the run: the flags but for MAY_CHANGE, and more.
+
+    Exit unless these are plain values, and equal to those of rank 0.
+    """
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     for name, value in json.loads(json.dumps(settings, default=str)).items():
         if (value == settings[name]) is not True:  # a resume could not compare it
             sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
         settings[name] = value
+    of_rank_0 = [settings]
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    different = [name for name in settings if settings[name] != of_rank_0[0][name]]
+    if different:
+        sys.exit(f"error: rank {dist.get_rank()} has other data than rank 0 ({different}): sort "
+                 "what comes from a set or a folder, and seed what is random")
     return settings
 
 
@@ -643,7 +683,8 @@ def save_checkpoint(path, saved, settings, step):
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        sys.exit(f"error: cannot save {path} ({error}): is the disk full?")
+        sys.exit(f"error: cannot save {path} ({error}): is the disk full, or the file another "
+                 "user's?")
     log(f"saved step {step} in {path}")
 
 
@@ -665,14 +706,28 @@ def load_checkpoint(path):
                  "writable; to start over, name another file")
 
 
+def check_optimizers(saved):
+    """Exit if an optimizer has weights that are in no model, so neither exchanged nor saved."""
+    models = [part for part in saved.values() if isinstance(part, nn.Module)]
+    known = {id(weight) for model in models for weight in model.parameters()}
+    for part in saved.values():
+        for group in getattr(part, "param_groups", []):
+            if any(id(weight) not in known for weight in group["params"]):
+                sys.exit("error: the optimizer has weights that are not in the model: make them "
+                         "its parameters, or they are neither exchanged nor saved")
+
+
 def restore(checkpoint, settings, saved, total_steps):
     """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
+    check_optimizers(saved)
     if not checkpoint:
         return 0
     before = checkpoint["settings"]
     different = [f"{name} {before.get(name)}, not {settings.get(name)}"
                  for name in {**before, **settings} if before.get(name) != settings.get(name)]
     different += [f"no {name}" for name in saved if name not in checkpoint]
+    different += [f"{name}, which is not in saved before restore()" for name in checkpoint
+                  if name not in {*saved, "settings", "step"}]
     if different:
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")
@@ -702,15 +757,21 @@ def download(dataset, args):
                  "delete it if damaged; or --fake-data")
 
 
-def fake_images(count, shape, seed, train_set):
-    """Return uint8 images (count, *shape) of ten learnable classes, and their labels (count,)."""
+def fake_images(count, shape, seed):
+    """Return a training set of ten classes that can be learned, and a test set a quarter as large.
+
+    Each is a pair: images (N, *shape) as uint8, labels (N,).
+    """
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
-    labels = torch.arange(count if train_set else max(1, count // 4)) % 10
-    generator.manual_seed(2 * seed + 1 + train_set)
-    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
-    images = (2 * F.interpolate(patterns, shape[1:])[labels] + noise) / 3
-    return images.to(torch.uint8), labels
+    patterns = F.interpolate(patterns, shape[1:])
+    sets = []
+    for samples, set_seed in ((count, 2 * seed + 2), (max(1, count // 4), 2 * seed + 1)):
+        labels = torch.arange(samples) % 10
+        generator.manual_seed(set_seed)
+        noise = torch.randint(256, (samples, *shape), generator=generator, dtype=torch.uint8)
+        sets.append((((2 * patterns[labels] + noise) / 3).to(torch.uint8), labels))
+    return sets
 
 
 if __name__ == "__main__":

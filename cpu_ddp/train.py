@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import re
 import signal
 import sys
@@ -55,6 +56,8 @@ def parse_args(flags=None):
     numbers = (args.epochs, args.batch_size, args.global_batch, args.samples, args.timeout)
     if any(number is not None and number < 1 for number in numbers):
         parser.error("epochs, batch sizes and other numbers must be at least 1")
+    if not all(number >= 0 for number in (args.lr, args.save_every, args.log_every)):  # nan is not
+        parser.error("--lr, --save-every and --log-every must be at least 0")
     return args
 
 
@@ -99,8 +102,8 @@ def loss_of(model, inputs, targets):
 def train(args):
     args, rank, world_size, checkpoint = form_group(args)
     torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
+    random.seed(args.seed)
     x, y = load_data(args)
-
     global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
@@ -119,13 +122,13 @@ def train(args):
         f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
     signals = catch_signals()
     speed = Speed(args.log_every)
-    save_time = time.perf_counter()
+    saved_step, save_time = step, time.perf_counter()
     for epoch in range(step // steps_per_epoch, args.epochs):
         # The order depends on seed and epoch only: a resumed run goes on where it stopped
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
         batches = torch.randperm(len(x), generator=shuffle).split(global_batch)
         loss_sum = count = 0  # of this process in this epoch
-        for batch in batches[step - epoch * steps_per_epoch:steps_per_epoch]:
+        for batch in batches[max(0, step - epoch * steps_per_epoch):steps_per_epoch]:
             # Has any process received a signal? They exchange this while they compute the step
             check = step % CHECK_EVERY == 0
             stop = torch.tensor(len(signals) if check else 0)
@@ -140,7 +143,7 @@ def train(args):
                 ddp_model.require_backward_grad_sync = part == parts - 1
                 loss = loss_of(ddp_model, x[indices], y[indices])
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
-                loss_sum += loss.detach()
+                loss_sum += loss.detach().double()
                 count += len(indices)
             optimizer.step()
             step += 1
@@ -156,7 +159,7 @@ def train(args):
                 check_weights(model)
             due = step == total_steps or time.perf_counter() - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                save_time = time.perf_counter()
+                saved_step, save_time = step, time.perf_counter()
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -164,6 +167,8 @@ def train(args):
         sums = torch.tensor([loss_sum, count], dtype=torch.float64)
         dist.all_reduce(sums)  # of all processes
         log(f"epoch {epoch + 1}/{args.epochs}  loss {sums[0] / sums[1]:.4f}")
+    if rank == 0 and args.checkpoint and step > saved_step:  # an edited loop has ended early
+        save_checkpoint(args.checkpoint, saved, settings, step)
     close_group()
 
 
@@ -198,7 +203,7 @@ def form_group(args):
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
     of_rank_0 = [args, checkpoint]
-    dist.broadcast_object_list(of_rank_0)
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
     args, checkpoint = of_rank_0  # on all ranks
     return args, rank, world_size, checkpoint
 
@@ -232,6 +237,8 @@ def choose_global_batch(args, checkpoint, samples, world_size):
     """Return the samples of a step. A run keeps those of its first start on any world size."""
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, samples)
+    if samples == 0:
+        sys.exit("error: the training set is empty")
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     return global_batch
@@ -266,6 +273,9 @@ def catch_signals():
 
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
+    for name, buffer in model.named_buffers():
+        if "running" in name and not buffer.isfinite().all():  # of BatchNorm
+            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
     for name, parameter in model.named_parameters():
         weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
         extremes = torch.stack([weights, -weights])
@@ -278,13 +288,22 @@ def check_weights(model):
 
 
 def run_settings(args, **more):
-    """Return what defines the run: more, and the flags but for MAY_CHANGE. Exit unless plain."""
+    """Return what defines the run: the flags but for MAY_CHANGE, and more.
+
+    Exit unless these are plain values, and equal to those of rank 0.
+    """
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     for name, value in json.loads(json.dumps(settings, default=str)).items():
         if (value == settings[name]) is not True:  # a resume could not compare it
             sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
         settings[name] = value
+    of_rank_0 = [settings]
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    different = [name for name in settings if settings[name] != of_rank_0[0][name]]
+    if different:
+        sys.exit(f"error: rank {dist.get_rank()} has other data than rank 0 ({different}): sort "
+                 "what comes from a set or a folder, and seed what is random")
     return settings
 
 
@@ -303,7 +322,8 @@ def save_checkpoint(path, saved, settings, step):
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        sys.exit(f"error: cannot save {path} ({error}): is the disk full?")
+        sys.exit(f"error: cannot save {path} ({error}): is the disk full, or the file another "
+                 "user's?")
     log(f"saved step {step} in {path}")
 
 
@@ -325,14 +345,28 @@ def load_checkpoint(path):
                  "writable; to start over, name another file")
 
 
+def check_optimizers(saved):
+    """Exit if an optimizer has weights that are in no model, so neither exchanged nor saved."""
+    models = [part for part in saved.values() if isinstance(part, nn.Module)]
+    known = {id(weight) for model in models for weight in model.parameters()}
+    for part in saved.values():
+        for group in getattr(part, "param_groups", []):
+            if any(id(weight) not in known for weight in group["params"]):
+                sys.exit("error: the optimizer has weights that are not in the model: make them "
+                         "its parameters, or they are neither exchanged nor saved")
+
+
 def restore(checkpoint, settings, saved, total_steps):
     """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
+    check_optimizers(saved)
     if not checkpoint:
         return 0
     before = checkpoint["settings"]
     different = [f"{name} {before.get(name)}, not {settings.get(name)}"
                  for name in {**before, **settings} if before.get(name) != settings.get(name)]
     different += [f"no {name}" for name in saved if name not in checkpoint]
+    different += [f"{name}, which is not in saved before restore()" for name in checkpoint
+                  if name not in {*saved, "settings", "step"}]
     if different:
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -61,6 +62,8 @@ def parse_args(flags=None):
                args.timeout)
     if any(number is not None and number < 1 for number in numbers):
         parser.error("epochs, batch sizes and other numbers must be at least 1")
+    if not all(number >= 0 for number in (args.lr, args.save_every, args.log_every)):  # nan is not
+        parser.error("--lr, --save-every and --log-every must be at least 0")
     return args
 
 
@@ -111,12 +114,23 @@ def prepare_data(args):
         download(FashionMNIST, args)
 
 
-def load_data(args, train_set):
-    """Return uint8 images (N, 1, 28, 28) and int64 labels (N,). Called twice, seeded alike."""
+def load_data(args):
+    """Return the training set and the test set: images (N, 1, 28, 28) as uint8, labels (N,).
+
+    All ranks call it with the same random numbers of torch and Python.
+    """
     if args.fake_data:
-        return fake_images(args.fake_data, (1, 28, 28), args.seed, train_set)
-    data = FashionMNIST(args.data_dir, train_set)
-    return data.data.unsqueeze(1), data.targets
+        return fake_images(args.fake_data, (1, 28, 28), args.seed)
+    train_set, test_set = (FashionMNIST(args.data_dir, train) for train in (True, False))
+    return ((train_set.data.unsqueeze(1), train_set.targets),
+            (test_set.data.unsqueeze(1), test_set.targets))
+
+
+def normalize(images):
+    """Return uint8 images as floats from 0 to 1."""
+    if images.dtype != torch.uint8:
+        raise TypeError("normalize takes uint8: for images that are floats, leave out its division")
+    return images.div(255).to(memory_format=torch.channels_last)
 
 
 def augment(images):
@@ -130,7 +144,7 @@ def loss_and_correct(model, images, labels):
     smoothing = 0.1 if model.training else 0.0
     if model.training:
         images = augment(images)
-    logits = model(images.div(255).to(memory_format=torch.channels_last))
+    logits = model(normalize(images))
     loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
     return loss, (logits.argmax(1) == labels).sum()
 
@@ -139,12 +153,11 @@ def loss_and_correct(model, images, labels):
 @record  # torchrun then reports the exception of the rank that fails first
 def train(args):
     args, rank, world_size, device, checkpoint = form_group(args)
-    torch.manual_seed(args.seed)  # a random_split in load_data is the same on all ranks, ...
-    x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
-    torch.manual_seed(args.seed)  # ... and in both calls
-    test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
-                      for tensor in load_data(args, train_set=False))
-
+    torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
+    random.seed(args.seed)
+    train_set, test_set = load_data(args)
+    x, y = (tensor.to(device) for tensor in train_set)
+    test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
     global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
@@ -153,9 +166,12 @@ def train(args):
 
     torch.manual_seed(args.seed)
     model = build_model(args).to(device, memory_format=torch.channels_last)
+    if not model.training:  # Hugging Face's from_pretrained() returns it so
+        model.train()
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, images=len(x), global_batch=global_batch)
+    settings = run_settings(args, images=len(x), global_batch=global_batch,
+                            label_digest=digest(y))
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
     del checkpoint  # a second copy of weights and optimizer
@@ -167,7 +183,7 @@ def train(args):
 
     signals = catch_signals()
     speed = Speed(args.log_every)
-    save_time = time.perf_counter()
+    saved_step, save_time = step, time.perf_counter()
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
         # The order depends on seed and epoch only: a resumed run goes on where it stopped
@@ -175,7 +191,8 @@ def train(args):
         order = torch.randperm(len(x), generator=shuffle).to(device)
         loss_sum = correct_sum = count = 0  # of this process in this epoch
         epoch_time = time.perf_counter()
-        for batch in order.split(global_batch)[step - epoch * steps_per_epoch:steps_per_epoch]:
+        first_batch = max(0, step - epoch * steps_per_epoch)
+        for batch in order.split(global_batch)[first_batch:steps_per_epoch]:
             # Has any process received a signal? They exchange this while they compute the step
             check = step % CHECK_EVERY == 0
             stop = torch.tensor(len(signals) if check else 0)
@@ -193,8 +210,8 @@ def train(args):
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
-                loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
-                correct_sum += correct.detach()
+                loss_sum += loss.detach().double()  # a tensor: the CPU does not wait for the GPU
+                correct_sum += correct.detach().double()
                 count += len(indices)
             optimizer.step()
             step += 1
@@ -211,7 +228,7 @@ def train(args):
                 check_weights(model)
             due = end_of_epoch or time.perf_counter() - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                save_time = time.perf_counter()
+                saved_step, save_time = step, time.perf_counter()
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -223,6 +240,8 @@ def train(args):
             test_loss, test_accuracy = evaluate(model, zip(test_x, test_y), device)
         log(f"epoch {epoch + 1}/{args.epochs}  test loss {test_loss:.4f}  "
             f"accuracy {test_accuracy:.4f}  {time.perf_counter() - epoch_time:.1f} s")
+    if rank == 0 and args.checkpoint and step > saved_step:  # an edited loop has ended early
+        save_checkpoint(args.checkpoint, saved, settings, step)
     close_group()
 
 
@@ -250,8 +269,9 @@ class Speed:
 
 def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
+    if dist.get_world_size() > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
     training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = count = 0
@@ -261,11 +281,19 @@ def evaluate(model, batches, device):
             batch = [tensor.to(device, copy=True) for tensor in batch]
             loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
-            correct_sum += correct
+            correct_sum += correct.double()
             count += len(batch[0])
     for module in training:
         module.training = True
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
+
+
+def digest(labels):
+    """Return a number by which ranks, and a resume, notice other labels or another order."""
+    labels = labels[:1000].flatten()
+    if labels.is_floating_point():  # those computed on another machine differ in the last digits
+        labels = labels > labels.mean()
+    return hash(tuple(labels.tolist()))
 
 
 # ---- Processes ----
@@ -410,6 +438,8 @@ def choose_global_batch(args, checkpoint, samples, world_size):
     """Return the samples of a step. A run keeps those of its first start on any world size."""
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, samples)
+    if samples == 0:
+        sys.exit("error: the training set is empty")
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     return global_batch
@@ -444,6 +474,9 @@ def catch_signals():
 
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
+    for name, buffer in model.named_buffers():
+        if "running" in name and not buffer.isfinite().all():  # of BatchNorm
+            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
     for name, parameter in model.named_parameters():
         weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
         extremes = torch.stack([weights, -weights])
@@ -456,13 +489,22 @@ def check_weights(model):
 
 
 def run_settings(args, **more):
-    """Return what defines the run: more, and the flags but for MAY_CHANGE. Exit unless plain."""
+    """Return what defines the run: the flags but for MAY_CHANGE, and more.
+
+    Exit unless these are plain values, and equal to those of rank 0.
+    """
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     for name, value in json.loads(json.dumps(settings, default=str)).items():
         if (value == settings[name]) is not True:  # a resume could not compare it
             sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
         settings[name] = value
+    of_rank_0 = [settings]
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    different = [name for name in settings if settings[name] != of_rank_0[0][name]]
+    if different:
+        sys.exit(f"error: rank {dist.get_rank()} has other data than rank 0 ({different}): sort "
+                 "what comes from a set or a folder, and seed what is random")
     return settings
 
 
@@ -481,7 +523,8 @@ def save_checkpoint(path, saved, settings, step):
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        sys.exit(f"error: cannot save {path} ({error}): is the disk full?")
+        sys.exit(f"error: cannot save {path} ({error}): is the disk full, or the file another "
+                 "user's?")
     log(f"saved step {step} in {path}")
 
 
@@ -503,14 +546,28 @@ def load_checkpoint(path):
                  "writable; to start over, name another file")
 
 
+def check_optimizers(saved):
+    """Exit if an optimizer has weights that are in no model, so neither exchanged nor saved."""
+    models = [part for part in saved.values() if isinstance(part, nn.Module)]
+    known = {id(weight) for model in models for weight in model.parameters()}
+    for part in saved.values():
+        for group in getattr(part, "param_groups", []):
+            if any(id(weight) not in known for weight in group["params"]):
+                sys.exit("error: the optimizer has weights that are not in the model: make them "
+                         "its parameters, or they are neither exchanged nor saved")
+
+
 def restore(checkpoint, settings, saved, total_steps):
     """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
+    check_optimizers(saved)
     if not checkpoint:
         return 0
     before = checkpoint["settings"]
     different = [f"{name} {before.get(name)}, not {settings.get(name)}"
                  for name in {**before, **settings} if before.get(name) != settings.get(name)]
     different += [f"no {name}" for name in saved if name not in checkpoint]
+    different += [f"{name}, which is not in saved before restore()" for name in checkpoint
+                  if name not in {*saved, "settings", "step"}]
     if different:
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
                  "name another --checkpoint")
@@ -540,15 +597,21 @@ def download(dataset, args):
                  "delete it if damaged; or --fake-data")
 
 
-def fake_images(count, shape, seed, train_set):
-    """Return uint8 images (count, *shape) of ten learnable classes, and their labels (count,)."""
+def fake_images(count, shape, seed):
+    """Return a training set of ten classes that can be learned, and a test set a quarter as large.
+
+    Each is a pair: images (N, *shape) as uint8, labels (N,).
+    """
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
-    labels = torch.arange(count if train_set else max(1, count // 4)) % 10
-    generator.manual_seed(2 * seed + 1 + train_set)
-    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
-    images = (2 * F.interpolate(patterns, shape[1:])[labels] + noise) / 3
-    return images.to(torch.uint8), labels
+    patterns = F.interpolate(patterns, shape[1:])
+    sets = []
+    for samples, set_seed in ((count, 2 * seed + 2), (max(1, count // 4), 2 * seed + 1)):
+        labels = torch.arange(samples) % 10
+        generator.manual_seed(set_seed)
+        noise = torch.randint(256, (samples, *shape), generator=generator, dtype=torch.uint8)
+        sets.append((((2 * patterns[labels] + noise) / 3).to(torch.uint8), labels))
+    return sets
 
 
 if __name__ == "__main__":

@@ -73,17 +73,25 @@ class CNN(nn.Module):
             return self.fc2(self.dropout2(F.relu(self.fc1(x)))).float()
 
 
-def load_data(args, train_set):
-    """Return images (N, 1, 28, 28) as uint8 and labels (N,) as int64."""
+def load_data(args):
+    """Return the training set and the test set: images (N, 1, 28, 28) as uint8, labels (N,)."""
     if args.fake_data:
-        return fake_images(args.fake_data, (1, 28, 28), args.seed, train_set)
-    data = MNIST(args.data_dir, train_set)
-    return data.data.unsqueeze(1), data.targets
+        return fake_images(args.fake_data, (1, 28, 28), args.seed)
+    train_set, test_set = (MNIST(args.data_dir, train) for train in (True, False))
+    return ((train_set.data.unsqueeze(1), train_set.targets),
+            (test_set.data.unsqueeze(1), test_set.targets))
+
+
+def normalize(images):
+    """Return uint8 images as floats from 0 to 1."""
+    if images.dtype != torch.uint8:
+        raise TypeError("normalize takes uint8: for images that are floats, leave out its division")
+    return images.div(255).to(memory_format=torch.channels_last)
 
 
 def loss_and_correct(model, images, labels):
     """Return the sum of the images' losses, and how many are classified correctly, as tensors."""
-    logits = model(images.div(255).to(memory_format=torch.channels_last))
+    logits = model(normalize(images))
     loss = F.cross_entropy(logits, labels, reduction="sum")
     return loss, (logits.argmax(1) == labels).sum()
 
@@ -94,8 +102,9 @@ def train(args):
     configure(device)
     if not args.fake_data:
         download(MNIST, args)
-    x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
-    test_x, test_y = (tensor.to(device) for tensor in load_data(args, train_set=False))
+    train_set, test_set = load_data(args)
+    x, y = (tensor.to(device) for tensor in train_set)
+    test_x, test_y = (tensor.to(device) for tensor in test_set)
 
     torch.manual_seed(args.seed)
     model = CNN(args.bf16).to(device, memory_format=torch.channels_last)
@@ -185,15 +194,21 @@ def download(dataset, args):
                  "delete it if damaged; or --fake-data")
 
 
-def fake_images(count, shape, seed, train_set):
-    """Return uint8 images (count, *shape) of ten learnable classes, and their labels (count,)."""
+def fake_images(count, shape, seed):
+    """Return a training set of ten classes that can be learned, and a test set a quarter as large.
+
+    Each is a pair: images (N, *shape) as uint8, labels (N,).
+    """
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
-    labels = torch.arange(count if train_set else max(1, count // 4)) % 10
-    generator.manual_seed(2 * seed + 1 + train_set)
-    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
-    images = (2 * F.interpolate(patterns, shape[1:])[labels] + noise) / 3
-    return images.to(torch.uint8), labels
+    patterns = F.interpolate(patterns, shape[1:])
+    sets = []
+    for samples, set_seed in ((count, 2 * seed + 2), (max(1, count // 4), 2 * seed + 1)):
+        labels = torch.arange(samples) % 10
+        generator.manual_seed(set_seed)
+        noise = torch.randint(256, (samples, *shape), generator=generator, dtype=torch.uint8)
+        sets.append((((2 * patterns[labels] + noise) / 3).to(torch.uint8), labels))
+    return sets
 
 
 if __name__ == "__main__":

@@ -68,14 +68,20 @@ def build_model():
     return nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def load_data(args, train_set):
-    """Return inputs (N, 10) and labels (N,): which of three linear functions is the largest."""
+def load_data(args):
+    """Return the training set and the test set: inputs (N, 10), labels (N,).
+
+    The label says which of three linear functions of the inputs is the largest.
+    """
     generator = torch.Generator().manual_seed(args.seed)  # the same data on every rank
     functions = torch.randn(3, 10, generator=generator)
-    generator.manual_seed(2 * args.seed + 1 + train_set)
-    samples = args.samples if train_set else max(1, args.samples // 4)
-    inputs = torch.randn(samples, 10, generator=generator)
-    return inputs, F.linear(inputs, functions).argmax(1)
+    sets = []
+    for samples, seed in ((args.samples, 2 * args.seed + 2),
+                          (max(1, args.samples // 4), 2 * args.seed + 1)):
+        generator.manual_seed(seed)
+        inputs = torch.randn(samples, 10, generator=generator)
+        sets.append((inputs, F.linear(inputs, functions).argmax(1)))
+    return sets
 
 
 def loss_and_correct(model, inputs, labels):
@@ -105,9 +111,9 @@ def form_group(args):
 @record  # torchrun then reports the exception of the rank that fails first
 def train(args):
     args, rank, world_size, device = form_group(args)
-    x, y = (tensor.to(device) for tensor in load_data(args, train_set=True))
-    test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
-                      for tensor in load_data(args, train_set=False))
+    train_set, test_set = load_data(args)
+    x, y = (tensor.to(device) for tensor in train_set)
+    test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
     global_batch = args.batch_size * world_size
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
@@ -214,8 +220,9 @@ def main():
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def evaluate(model, batches, device):
     """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
+    if dist.get_world_size() > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
     training = [module for module in model.modules() if module.training]  # some may be frozen
     model.eval()
     loss_sum = correct_sum = count = 0
@@ -225,7 +232,7 @@ def evaluate(model, batches, device):
             batch = [tensor.to(device, copy=True) for tensor in batch]
             loss, correct = loss_and_correct(model, *batch)
             loss_sum += loss.double()
-            correct_sum += correct
+            correct_sum += correct.double()
             count += len(batch[0])
     for module in training:
         module.training = True
