@@ -128,7 +128,7 @@ def run_program(name, script, flags):
         module.configure(device)
     torch.manual_seed(args.seed)
     model, optimizer = build_model(script, module, args, device, args.batch_size * nproc)
-    data = module.load_data(args, True)
+    data, _ = module.load_data(args)
     if script == "cifar10_ddp":
         data = data.tensors
     steps = compute_steps(module, model, optimizer, data, args, device)
