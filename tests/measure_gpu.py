@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Measure cifar10_ddp on one GPU: a tool, not a test. On a fast GPU it takes some 6 minutes.
+
+    python tests/measure_gpu.py IMAGES.pt [OTHER]
+
+IMAGES.pt holds {"train": (images, labels), "test": ...}, uint8 (N, 3, 32, 32) and int64 (N,). OTHER
+is a checkout of an older commit. It prints the images/s and the test accuracy of
+    one epoch of OTHER's script and of this one, twice in turn;
+    two epochs with model.compile(), in two modes, with 128 and with 512 images a step;
+    30 epochs of a copy of fashionmnist_ddp that holds the images on the GPU.
+"""
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from copies import make_copy
+
+FILE = Path(sys.argv[1]).resolve()
+
+FROM_FILE = f"""
+def prepare_data(args):
+    pass
+
+
+def load_data(args):
+    sets = torch.load({str(FILE)!r})
+    return sets["train"], sets["test"]
+"""
+DATA_SETS = FROM_FILE.replace("def load_data(args)", "def load_tensors(args)") + """
+
+def load_data(args, train_set=None):
+    sets = [TensorDataset(*tensors) for tensors in load_tensors(args)]
+    for data in sets:
+        data.classes = list("0123456789")
+    return sets if train_set is None else sets[not train_set]  # at OTHER, one of them
+"""
+IN_MEMORY = FROM_FILE + """
+
+def build_model(args):
+    from torchvision import models
+    model = models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def build_optimizer(args, model):
+    return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True,
+                           weight_decay=5e-4, fused=True)
+
+
+def normalize(images):
+    return images.sub(115).div(57).to(memory_format=torch.channels_last)
+
+
+def augment(images):
+    numbers = torch.arange(len(images), device=images.device)
+    top, left = torch.randint(9, (2, len(images)), device=images.device)
+    padded = F.pad(images.float(), (4, 4, 4, 4), "reflect")
+    crops = padded.unfold(2, 32, 1).unfold(3, 32, 1)[numbers, :, top, left].to(torch.uint8)
+    flip = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
+    return torch.where(flip, crops.flip(3), crops)
+"""
+
+
+def measure(name, path, *flags):
+    """Train, and print the last speed and accuracy, and the seconds of each epoch."""
+    command = [sys.executable, path, "--bf16", "--log-every", "1", *map(str, flags)]
+    result = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = result.stdout
+    if result.returncode != 0:
+        sys.exit(f"{name}: status {result.returncode}\n{text}")
+    speeds = re.findall(r"[\d,]+ images/s", text)
+    accuracies = re.findall(r"test loss.*accuracy ([\d.]+)", text)
+    seconds = re.findall(r"([\d.]+) s$", text, re.MULTILINE)
+    print(f"{name:44} {speeds[-1:]}  accuracy {accuracies[-1:]}  "
+          f"seconds of epochs {seconds[:2]} ... {seconds[-1:]}", flush=True)
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        scripts = {"this commit": "cifar10_ddp"}
+        if len(sys.argv) > 2:
+            scripts["OTHER"] = Path(sys.argv[2]) / "cifar10_ddp/train.py"
+        for number in (1, 2):
+            for name, script in scripts.items():
+                copy = make_copy(script, folder / "plain.py", (None, DATA_SETS))
+                measure(f"{name}, 128 images, time {number}", copy, "--epochs", 1)
+        for mode in ("default", "reduce-overhead"):
+            copy = make_copy("cifar10_ddp", folder / "compiled.py", (None, DATA_SETS),
+                             ('before "ddp_model = "', f'model.compile(mode="{mode}")'))
+            for batch in (128, 512):
+                measure(f"compiled, {mode}, {batch} images", copy, "--epochs", 2,
+                        "--batch-size", batch)
+        copy = make_copy("fashionmnist_ddp", folder / "memory.py", (None, IN_MEMORY))
+        for batch in (128, 512):
+            measure(f"in memory, {batch} images", copy, "--epochs", 30, "--nproc", 1,
+                    "--batch-size", batch, "--lr", 0.2 * batch / 256)
+
+
+if __name__ == "__main__":
+    main()
