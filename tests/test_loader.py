@@ -82,10 +82,11 @@ def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, 
 def test_random_transforms_depend_on_seed_epoch_and_index():
     module = load_script("cifar10_ddp")
     data = module.SeededData([(0, 0)] * 4, lambda *_: [torch.rand(1).item(), random.random()])
-    key = (0, 1, True, 2)
+    key = module.Key(0, 1, True, 2)
     numbers = data[key]
     assert data[key] == numbers, "the random numbers of torch or Python are not those of the key"
-    for other in ((1, 1, True, 2), (0, 2, True, 2), (0, 1, True, 3)):
+    for other in (key._replace(seed=1), key._replace(epoch=2), key._replace(index=3),
+                  key._replace(training=False)):
         both = set(numbers) & set(data[other])
         assert not both, f"seed, epoch, set and index {other} have random numbers of {key}: {both}"
 
@@ -122,7 +123,7 @@ def test_run_is_stopped_while_its_loader_processes_are_busy(folder, tmp_path):
     """They would read an image of the second epoch each for longer than train_forked() waits."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
         'before "return self.transform(*self.data"',
-        "if key[1] == 1 and key[-1] % 4 == 0:\n    time.sleep(150)"))
+        "if key.epoch == 1 and key.index % 4 == 0:\n    time.sleep(150)"))
     end = train_and_wait(copy, *flags_of(folder, 2),
                          setup=lambda *_: at_step(lambda step: signal.raise_signal(signal.SIGTERM)))
     assert "stopped by a signal after step " in str(end.statuses), (

@@ -43,7 +43,7 @@ def with_clock(module, rank):
         sleep=time.sleep)
     if hasattr(module, "SeededData"):
         watch(module.SeededData, "__getitem__",
-              lambda data, key: key[2] and reads.append(len(recorder.steps)))  # to train
+              lambda data, key: key.training and reads.append(len(recorder.steps)))
     return recorder
 
 
@@ -108,7 +108,7 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 32, "--log-every", 4,
              "--save-every", 0.1, "--checkpoint", path]
     train_until(script, *flags, nproc=2, after=RESUMED, setup=with_clock)
-    ranks, _, _, text = train_to_end(script, *flags, nproc=2, setup=with_slow_start)
+    ranks, _, text = train_to_end(script, *flags, nproc=2, setup=with_slow_start)
     unit = "samples" if script == "cpu_ddp" else "images"
     has_test_set = SCRIPTS[script].has_test_set
     lines = [HEADERS[script]]
@@ -137,7 +137,7 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     ("synthetic_ddp", 2, "16 samples")])
 def test_each_line_of_a_script_without_checkpoints(script, nproc, speed):
     """Speed: in steps of 2 seconds."""
-    ranks, _, _, text = train_to_end(script, *flags_of(script), "--batch-size", 32 // nproc,
+    ranks, _, text = train_to_end(script, *flags_of(script), "--batch-size", 32 // nproc,
                                      nproc=nproc, setup=with_clock)
     steps = len(ranks[0].steps) // 5
     lines = [HEADERS[script]]
@@ -187,7 +187,7 @@ def test_synthetic_ddp_measures_a_model():
             perf_counter=lambda: sum(seconds[:len(gradients)]), sleep=time.sleep)
         return gradients
 
-    (one, other), _, _, text = train_to_end(
+    (one, other), _, text = train_to_end(
         "synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2,
         "--steps", 1, nproc=2, setup=setup)
     assert one[-2] == other[-2], f"the step with exchange has other gradients on rank 1: {one[-2]}"

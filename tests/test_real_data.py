@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import train_to_end, watch
-from recorder import record_small_model
+from recorder import change_sets, record_small_model
 from scripts import SCRIPTS, load_script
 from torchvision import datasets
 
@@ -132,8 +132,7 @@ def test_generated_test_samples_are_no_training_samples(script):
     module = load_script(script)
     args = module.parse_args([SCRIPTS[script].data_flag, "64"])
     train, test = ([sample[0].flatten().tolist() for sample in zip(*data)] for data in (
-        getattr(data, "tensors", data) for data in (
-            module.load_data(args, train_set) for train_set in (True, False))))
+        getattr(data, "tensors", data) for data in module.load_data(args)))
     both = sum(sample in train for sample in test)
     assert len(test) == 16 and both == 0, (
         f"{script}: of {len(test)} generated test samples, {both} are training samples")
@@ -149,9 +148,8 @@ def test_fashion_mnist_is_learned(tmp_path):
         (raw / archive.stem).write_bytes(gzip.decompress(archive.read_bytes()))
 
     def first_images(module, rank):
-        load_data = module.load_data
-        module.load_data = lambda args, train_set: [
-            tensor[:4000 if train_set else 1000] for tensor in load_data(args, train_set)]
+        change_sets(module, lambda data, train_set: [
+            tensor[:4000 if train_set else 1000] for tensor in data])
 
     text = train_to_end("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1,
                         "--batch-size", 16, nproc=2, setup=first_images).text
