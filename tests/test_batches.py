@@ -93,8 +93,41 @@ def test_parts_and_their_random_numbers_do_not_depend_on_the_number_of_processes
     assert on_2 == on_4, (
         f"seeds and samples of the parts of step 1 on 2 processes are\n{on_2[0]}\non 4\n{on_4[0]}")
     seeds = {seed for parts in on_4 for seed, _ in parts}
-    assert len(seeds) == 48 or script == "cpu_ddp", (  # which draws none
-        f"dropout repeats: 48 parts of steps have {len(seeds)} seeds")
+    if script == "cpu_ddp":  # which draws none
+        return
+    assert len(seeds) == 48, f"dropout repeats: 48 parts of steps have {len(seeds)} seeds"
+    others = {part.seed for parts in parts_of_steps((script, 1, GLOBAL_BATCH, 1)) for part in parts}
+    assert not seeds & others, f"dropout does not depend on --seed: in common are {seeds & others}"
+
+
+def test_transforms_differ_by_image_epoch_and_seed_in_training_alone():
+    """By the random numbers of torch and of Python that a transform draws, on two processes."""
+    def draw_in_transforms(module, rank):
+        draws = {True: [], False: []}
+
+        def transforms(args, train_set):
+            def transform(image, label):
+                draws[train_set].append((torch.rand(1).item(), random.random()))
+                return image, label
+
+            return transform
+
+        module.transforms = transforms
+        use_small_model(module)
+        return draws
+
+    flags = ("--fake-data", 32, "--batch-size", 8, "--workers", 0, "--epochs", 3, "--seed")
+    runs = [train_to_end("cifar10_ddp", *flags, seed, nproc=2, setup=draw_in_transforms).results
+            for seed in (0, 1)]
+    for library in (0, 1):
+        drawn = [numbers[library] for ranks in runs for draws in ranks for numbers in draws[True]]
+        assert len(drawn) == 2 * 3 * 32, f"{len(drawn)} training images are transformed, not 192"
+        different = len(set(drawn))
+        assert different == len(drawn), (
+            f"crops and flips repeat: 32 images in 3 epochs of 2 runs, with other seeds, are "
+            f"transformed by {different} different random numbers, not by 192")
+    tested = [len(draws[False]) for ranks in runs for draws in ranks]
+    assert tested == 4 * [3 * 4], f"4 test images of each rank are transformed {tested} times"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

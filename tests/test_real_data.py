@@ -118,6 +118,9 @@ def test_images_are_downloaded_and_train_or_test(script, name, site, tmp_path):
     assert sorted(tested) == list(range(48, 60)), (
         f"it tests {len(tested)} images, not 12: {len(tested.keys() & set(trained))} of those that "
         "it trains on")
+    attributes["mirrors"], attributes["url"] = ["http://127.0.0.1:9/"], "http://127.0.0.1:9/"
+    train_to_end(script, "--data-dir", tmp_path / "data", "--epochs", 1, "--batch-size", 6,
+                 *SCRIPTS[script].no_children, nproc=nproc, setup=setup)  # downloads nothing
     for number, (image, label) in tested.items():
         assert torch.equal(image, images[number]), f"test image {number} has other pixels"
         assert label == labels[number], f"test image {number} has label {label}"
@@ -136,6 +139,9 @@ def test_generated_test_samples_are_no_training_samples(script):
     both = sum(sample in train for sample in test)
     assert len(test) == 16 and both == 0, (
         f"{script}: of {len(test)} generated test samples, {both} are training samples")
+    args.seed = 1
+    other = next(zip(*[getattr(data, "tensors", data) for data in module.load_data(args)][0]))
+    assert other[0].flatten().tolist() not in train, f"{script}: --seed 1 generates --seed 0's data"
 
 
 def test_fashion_mnist_is_learned(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from forked import train_to_end
-from recorder import record_small_model
+from recorder import Recorder, change_sets, record_small_model
 from scripts import SCRIPTS, load_script
 
 # ---- learning rates and weight decay ----
@@ -53,6 +53,31 @@ def test_the_optimizer_of_cifar10_has_nesterov_momentum():
     optimizer.step()
     change = (before - model.bias.item()) / 100
     assert change > 1.5, f"the first step is {change} times rate and gradient: no Nesterov momentum"
+
+
+def test_what_cifar10_computes_from_flags_and_data_reaches_model_and_optimizer():
+    """On two processes of 4 images, of three classes."""
+    def three_classes(data, train_set):
+        data.tensors = (data.tensors[0], data.tensors[1] % 3)
+        data.classes = ["a", "b", "c"]
+        return data
+
+    def setup(module, rank):
+        change_sets(module, three_classes)
+        return Recorder(module, rank)
+
+    flags = ("--fake-data", 32, "--batch-size", 4, "--epochs", 2, "--lr", 3.2, "--workers", 0,
+             "--model", "squeezenet1_1", "--image-size", 48)
+    (recorder, _) = train_to_end("cifar10_ddp", *flags, nproc=2, setup=setup).results
+    parts = [part for parts in recorder.steps + recorder.evaluations for part in parts]
+    shapes = {(*part.batch[0].shape[1:], *part.outputs.shape[1:]) for part in parts}
+    assert shapes == {(3, 48, 48, 3)}, (
+        f"--image-size 48 and three classes: images and logits are of {shapes}")
+    learning_rate = load_script("cifar10_ddp").learning_rate
+    expected = [3.2 * 8 / 256 * learning_rate(step, 8) for step in range(8)]
+    rates = [rates[0] for rates in recorder.rates]
+    assert rates == pytest.approx(expected), (
+        f"--lr 3.2 with a global batch of 8 must have the rates {expected}, not {rates}")
 
 
 # ---- layers ----
