@@ -10,6 +10,8 @@ Three programs train the same model on generated data, with the same batch size,
     compute   the steps of the script on one batch in memory, without input and exchange.
 They run in turn. A ratio is the median of the ratios of each round, so that what else the machine
 does affects it little. Speeds are without start, first step, evaluation and saving.
+
+It is a tool, and no test: it is run by hand, and nothing depends on its numbers but pages.
 """
 import argparse
 import itertools

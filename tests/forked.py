@@ -72,7 +72,6 @@ class End(NamedTuple):
     """The end of each rank."""
     results: list  # what setup has returned; none if a rank was killed, has raised an error, hangs
     statuses: list  # the argument of sys.exit, or 0; then, one: what has happened
-    times: list
     text: str  # what all ranks have printed, and the error
 
 
@@ -91,15 +90,15 @@ def train_forked(script, *flags, nproc=1, setup=lambda module, rank: None):
             main()
         except SystemExit as end:
             status = end.code
-        return result, status, time.time()
+        return result, status
 
     with tempfile.NamedTemporaryFile("r") as log:
         try:
             ranks, error = fork(nproc, call), ""
         except (AssertionError, ProcessException) as failure:
             ranks, error = [], str(failure)
-        results, statuses, times = [[rank[field] for rank in ranks] for field in range(3)]
-        return End(results, statuses or [error.strip().splitlines()[-1]], times, log.read() + error)
+        results, statuses = [[rank[field] for rank in ranks] for field in range(2)]
+        return End(results, statuses or [error.strip().splitlines()[-1]], log.read() + error)
 
 
 def train_to_end(script, *flags, nproc=1, **options):

@@ -111,3 +111,16 @@ def record_small_model(module, rank):
     """Record the training of a small model. A setup for train_forked()."""
     use_small_model(module)
     return Recorder(module, rank)
+
+
+def change_sets(module, change):
+    """Let load_data return change(data, train_set) of the training set, and of the test set."""
+    load_data = module.load_data
+
+    def load_changed_data(args):
+        data = load_data(args)
+        if hasattr(module, "loss_of"):  # cpu_ddp has no test set
+            return change(data, True)
+        return [change(data, train_set) for data, train_set in zip(data, (True, False))]
+
+    module.load_data = load_changed_data

@@ -5,13 +5,15 @@ gradient is that of the batch's mean.
 """
 
 import functools
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from forked import fork, train_to_end
-from recorder import record_small_model
+from checkpoints import difference, load_checkpoint
+from forked import fork, train_to_end, train_until
+from recorder import change_sets, record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, load_script
 from torch.utils.data import TensorDataset
 
@@ -29,17 +31,14 @@ def record(script, nproc, batch_size, seed=0):
 
     All values of a sample are its number, which flips and crops do not change.
     """
+    def number_samples(data, train_set):
+        inputs = data.tensors[0] if isinstance(data, TensorDataset) else data[0]
+        numbers = torch.arange(len(inputs), dtype=inputs.dtype)
+        inputs.copy_(numbers.view(-1, *[1] * (inputs.dim() - 1)))
+        return data
+
     def setup(module, rank):
-        load_data = module.load_data
-
-        def load_numbered_data(*arguments, **options):
-            data = load_data(*arguments, **options)
-            inputs = data.tensors[0] if isinstance(data, TensorDataset) else data[0]
-            numbers = torch.arange(len(inputs), dtype=inputs.dtype)
-            inputs.copy_(numbers.view(-1, *[1] * (inputs.dim() - 1)))
-            return data
-
-        module.load_data = load_numbered_data
+        change_sets(module, number_samples)
         return record_small_model(module, rank)
 
     flags = [SCRIPTS[script].data_flag, SAMPLES, "--epochs", EPOCHS, "--batch-size", batch_size,
@@ -94,8 +93,41 @@ def test_parts_and_their_random_numbers_do_not_depend_on_the_number_of_processes
     assert on_2 == on_4, (
         f"seeds and samples of the parts of step 1 on 2 processes are\n{on_2[0]}\non 4\n{on_4[0]}")
     seeds = {seed for parts in on_4 for seed, _ in parts}
-    assert len(seeds) == 48 or script == "cpu_ddp", (  # which draws none
-        f"dropout repeats: 48 parts of steps have {len(seeds)} seeds")
+    if script == "cpu_ddp":  # which draws none
+        return
+    assert len(seeds) == 48, f"dropout repeats: 48 parts of steps have {len(seeds)} seeds"
+    others = {part.seed for parts in parts_of_steps((script, 1, GLOBAL_BATCH, 1)) for part in parts}
+    assert not seeds & others, f"dropout does not depend on --seed: in common are {seeds & others}"
+
+
+def test_transforms_differ_by_image_epoch_and_seed_in_training_alone():
+    """By the random numbers of torch and of Python that a transform draws, on two processes."""
+    def draw_in_transforms(module, rank):
+        draws = {True: [], False: []}
+
+        def transforms(args, train_set):
+            def transform(image, label):
+                draws[train_set].append((torch.rand(1).item(), random.random()))
+                return image, label
+
+            return transform
+
+        module.transforms = transforms
+        use_small_model(module)
+        return draws
+
+    flags = ("--fake-data", 32, "--batch-size", 8, "--workers", 0, "--epochs", 3, "--seed")
+    runs = [train_to_end("cifar10_ddp", *flags, seed, nproc=2, setup=draw_in_transforms).results
+            for seed in (0, 1)]
+    for library in (0, 1):
+        drawn = [numbers[library] for ranks in runs for draws in ranks for numbers in draws[True]]
+        assert len(drawn) == 2 * 3 * 32, f"{len(drawn)} training images are transformed, not 192"
+        different = len(set(drawn))
+        assert different == len(drawn), (
+            f"crops and flips repeat: 32 images in 3 epochs of 2 runs, with other seeds, are "
+            f"transformed by {different} different random numbers, not by 192")
+    tested = [len(draws[False]) for ranks in runs for draws in ranks]
+    assert tested == 4 * [3 * 4], f"4 test images of each rank are transformed {tested} times"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -151,3 +183,35 @@ def test_evaluation_uses_rank_0s_running_statistics_and_leaves_modes_and_data_as
         assert not any(modes), f"rank {rank} evaluates with layers that train: {modes}"
         assert after == before, f"layers trained as {before}, and after an evaluation as {after}"
         assert total == 8, "an evaluation has changed the test set"
+
+
+# ---- resumed on another number of processes ----
+def use_sgd(module, rank):
+    """Adam may turn what rounding leaves of a gradient into a large step."""
+    torch.optim.Adam = lambda parameters, **_: torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("script, flags, first, second, tolerance", [
+    # It draws no random numbers in a step: 3 need not divide 4
+    ("cpu_ddp", ["--samples", 320], 4, 3, 1e-5),
+    ("fashionmnist_ddp", ["--fake-data", 96], 4, 2, 1e-5),  # dropout, flips
+    # BatchNorm, crops. The sum of two numbers has no order: parameters are equal
+    ("cifar10_ddp", ["--fake-data", 48, "--model", "mnasnet0_5", "--image-size", 32,
+                     "--workers", 0], 2, 1, 0),
+])
+def test_resumed_on_fewer_processes(script, flags, first, second, tolerance, tmp_path):
+    """Where second divides first, weights differ by the order of summation, not by dropout masks.
+
+    Those would change them by 0.02.
+    """
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    flags += ["--batch-size", 4, "--epochs", 3, "--checkpoint"]
+    train_to_end(script, *flags, whole, nproc=first, setup=use_sgd)
+    train_until(script, *flags, resumed, nproc=first, after=7, setup=use_sgd)
+    train_to_end(script, *flags, resumed, nproc=second, setup=use_sgd)
+    steps = load_checkpoint(whole)["step"], load_checkpoint(resumed)["step"]
+    assert steps[0] == steps[1], f"the resumed run has another global batch: {steps} steps"
+    found = difference(whole, resumed)
+    assert found <= tolerance, (
+        f"resumed on another number of processes, weights differ by {found:.1e} at the end: are "
+        "these other samples or parts, another batch, or other random numbers?")

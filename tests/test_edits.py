@@ -1,13 +1,13 @@
 """An ordinary edit of a copy does not go wrong without a word."""
 
-import re
+import ast
 
 import pytest
 import torch
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
 from forked import train_forked, train_to_end, train_until, watch
-from recorder import record_small_model, use_small_model
+from recorder import Recorder, change_sets, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, script_path
 
 TEST_SCRIPTS = ["cifar10_ddp", "fashionmnist_ddp"]
@@ -22,14 +22,16 @@ def flags_of(script, *more):
 # ---- evaluations ----
 def edit_evaluation(script, path, kind):
     """Write a copy that evaluates in another way, to path."""
-    call = re.search(r"test_loss, test_accuracy = evaluate\(model, (.*), device\)",
-                     script_path(script).read_text())
-    skip = "test_loss = test_accuracy = 0.0"
-    code = {"every second epoch": f"{skip}\nif epoch % 2:\n    {call[0]}",
-            "twice": f"{call[0]}\n{call[0]}",
+    (call,) = (node for node in ast.walk(ast.parse(script_path(script).read_text()))
+               if isinstance(node, ast.Assign) and "evaluate(" in ast.unparse(node.value))
+    results, batches = ast.unparse(call.targets[0]), ast.unparse(call.value.args[1])
+    line = ast.unparse(call)
+    skip = f"{results} = 0.0, 0.0"
+    code = {"every second epoch": f"{skip}\nif epoch % 2:\n    {line}",
+            "twice": f"{line}\n{line}",
             "never": skip,
-            "with one batch": call[0].replace(call[1], f"[next(iter({call[1]}))]")}[kind]
-    return make_copy(script, path, ('instead of "test_loss, test_accuracy = evaluate("', code))
+            "with one batch": line.replace(batches, f"[next(iter({batches}))]")}[kind]
+    return make_copy(script, path, ('instead of "= evaluate("', code))
 
 
 @pytest.fixture(scope="module")
@@ -123,32 +125,6 @@ def test_an_average_of_the_weights_is_saved_and_resumed(script, tmp_path):
 
 
 # ---- data ----
-def test_a_random_split_is_equal_in_all_processes_and_both_calls(tmp_path):
-    """A copy holds back 24 of 96 samples to test, and does not seed the split."""
-    for script in TEST_SCRIPTS:
-        def setup(module, rank):
-            def load_data(args, train_set):
-                order = torch.randperm(96)
-                numbers = order[:72] if train_set else order[72:]
-                images = numbers.to(torch.uint8).view(-1, 1, 1, 1).repeat(1, 3, 32, 32)
-                data = torch.utils.data.TensorDataset(images, numbers % 10)
-                data.classes = list("0123456789")
-                return data if script == "cifar10_ddp" else data.tensors
-
-            module.load_data = load_data
-            return record_small_model(module, rank)
-
-        ranks = train_to_end(script, *flags_of(script, *SCRIPTS[script].no_children), nproc=2,
-                             setup=setup).results
-        trained = [number for recorder in ranks for step in recorder.steps[:3] for part in step
-                   for number in part.numbers()]
-        tested = [number for recorder in ranks for part in recorder.evaluations[0]
-                  for number in part.numbers()]
-        assert sorted(trained + tested) == list(range(96)), (
-            f"{script}: a random split differs: it trains on {sorted(trained)}, and tests "
-            f"{sorted(tested)}")
-
-
 class Name(str):
     """Plain for its users, and not for torch.load: as numpy.unique returns them."""
 
@@ -157,19 +133,15 @@ class Name(str):
     (tuple(map(Name, "0123456789")), ""), (None, "attribute classes"),
     (list(torch.arange(10).numpy()), "setting classes")])
 def test_class_names_of_a_copys_data_set(classes, words, tmp_path):
+    def name_classes(data, train_set):
+        data.classes = classes
+        if classes is None:
+            del data.classes
+        return data
+
     def setup(module, rank):
         use_small_model(module)
-        load_data = module.load_data
-
-        def load_other_data(args, train_set):
-            data = load_data(args, train_set)
-            if classes:
-                data.classes = classes
-            else:
-                del data.classes
-            return data
-
-        module.load_data = load_other_data
+        change_sets(module, name_classes)
 
     flags = flags_of("cifar10_ddp", "--workers", 0, "--checkpoint", tmp_path / "run.pt")
     for life in ("the first start", "a resume"):
@@ -188,3 +160,90 @@ def test_lower_epochs_than_done_are_an_error(tmp_path):
                              setup=use_small_model).statuses
     assert "error: " in str(status) and "--epochs" in status, (
         f"a run of 4 epochs is resumed with --epochs 3, and ends with {status!r}")
+
+
+# ---- model, loss ----
+# Images, masks and weights in a batch, transformed together; a branch of the model that only
+# trains, as GoogLeNet's and a detector's: DDP waits for the gradients of all parameters
+MASKS = """
+from torchvision import tv_tensors
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Conv2d(3, 2, 3, padding=1)
+        self.auxiliary = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, images):
+        heads = [self.head, self.auxiliary] if self.training else [self.head]
+        return tuple(head(images) for head in heads)
+
+
+def build_model(args, classes):
+    return Branches()
+
+
+def build_optimizer(args, model, global_batch):
+    return torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+
+class Samples(list):
+    classes = ["below", "above"]
+
+
+def load_data(args):
+    sets = Samples(), Samples()
+    for index in range(60):
+        image = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
+        image[2] = index
+        mask = tv_tensors.Mask((image[0] > 127).long())
+        sets[index >= 48].append((tv_tensors.Image(image), mask, index))
+    return sets
+
+
+def transforms(args, train_set):
+    steps = [v2.RandomCrop(24), v2.RandomHorizontalFlip()]
+    return v2.Compose(steps if train_set else [v2.CenterCrop(24)])
+
+
+def loss_and_correct(model, images, masks, weights):
+    outputs = model(normalize(images))
+    logits = outputs[0]
+    losses = sum(F.cross_entropy(output, masks, reduction="none") for output in outputs)
+    correct = (logits.argmax(1) == masks).float().mean((1, 2))
+    return (weights * losses.mean((1, 2))).sum(), (weights * correct).sum()
+"""
+
+
+def test_a_copy_for_masks_and_weights_is_resumed_bit_for_bit_on_2_processes(tmp_path):
+    """12 steps in each of 2 epochs, stopped in the second."""
+    copy = make_copy("cifar10_ddp", tmp_path / "train.py", ("", MASKS))
+    flags = ["--fake-data", "--batch-size", 2, "--workers", 0, "--epochs", 2, "--lr", 0.01,
+             "--checkpoint"]
+    ranks = train_to_end(copy, *flags, tmp_path / "whole", nproc=2, setup=Recorder).results
+    train_until(copy, *flags, tmp_path / "resumed", nproc=2, after=15)
+    train_to_end(copy, *flags, tmp_path / "resumed", nproc=2)
+    assert_equal(tmp_path / "whole", tmp_path / "resumed")
+
+    for images, masks, weights in [part.batch for parts in ranks[0].steps for part in parts]:
+        assert torch.equal(masks, (images[:, 0] > 127).long()), "masks are transformed apart"
+        assert torch.equal(weights, images[:, 2, 0, 0].long()), "weights are of other images"
+
+
+@pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
+def test_loss_and_metric_need_not_be_detached(script):
+    """Their graphs would be kept for an epoch."""
+    def setup(module, rank):
+        graphs = []
+        use_small_model(module)
+        loss_and_correct = module.loss_and_correct
+        module.loss_and_correct = lambda *batch: 2 * loss_and_correct(*batch)[:1]  # the loss, twice
+        watch(module, "mean_of_all_ranks", lambda sums, *_: graphs.append(
+            [total.requires_grad for total in sums]))
+        return graphs
+
+    (graphs,) = train_to_end(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1,
+                             *SCRIPTS[script].no_children, setup=setup).results
+    assert graphs == 2 * [[False, False]], (
+        f"sums of loss and metric that are not detached keep the graphs of all steps: {graphs}")

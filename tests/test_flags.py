@@ -1,49 +1,46 @@
-"""Flags: --help lists them, pages rely on their defaults, and each has an effect."""
+"""Flags: --help lists them, pages rely on their defaults, each has an effect.
+
+A user's mistake ends in an error line with the remedy, and ends all processes.
+"""
 
 import ast
+import os
 import re
 
 import pytest
-from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, ROOT, SCRIPTS, load_script, script_path
+import torch
+import torch.distributed as dist
+from copies import make_copy
+from forked import at_step, train_forked, train_to_end
+from launchers import run
+from recorder import use_small_model
+from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script, script_path
 
-# Script, flag, default, and who relies on it: a page, and its words
-DEFAULTS = [
-    ("cpu_ddp", "epochs", 50, "cpu_ddp", "epoch 50/50"),
-    ("cpu_ddp", "batch_size", 32, "cpu_ddp", "global batch 64 "),
-    ("cpu_ddp", "samples", 2048, "cpu_ddp", "of 2048 samples"),
-    ("cpu_ddp", "lr", 0.02, "cpu_ddp", "loss 0.00"),
-    ("mnist_dp", "epochs", 5, ".", "0.9901"),
-    ("mnist_dp", "batch_size", 128, "mnist_dp", "batch 128 "),
-    ("mnist_dp", "lr", 1e-3, ".", "0.9901"),
-    ("cifar10_ddp", "epochs", 30, "cifar10_ddp", "30 epochs"),
-    ("cifar10_ddp", "batch_size", 128, "cifar10_ddp", "0.9382"),
-    ("cifar10_ddp", "lr", 0.2, "cifar10_ddp", "`--lr` (0.2)"),
-    ("cifar10_ddp", "model", "resnet18", "cifar10_ddp", "ResNet-18"),
-    ("fashionmnist_ddp", "epochs", 5, "fashionmnist_ddp", "epoch 5/5"),
-    ("fashionmnist_ddp", "batch_size", 64, "fashionmnist_ddp", "global batch 128 of 60000"),
-    ("fashionmnist_ddp", "lr", 3e-3, "fashionmnist_ddp", "0.9218"),
-    ("synthetic_ddp", "epochs", 10, "synthetic_ddp", "epoch 10/10"),
-    ("synthetic_ddp", "batch_size", 32, "synthetic_ddp", "global batch 64 "),
-    ("synthetic_ddp", "samples", 2048, "synthetic_ddp", "of 2048 samples"),
-    ("synthetic_ddp", "lr", 0.01, "synthetic_ddp", "accuracy"),
-    ("synthetic_ddp", "image_size", 224, "synthetic_ddp", "--model resnet50"),
-    ("synthetic_ddp", "steps", 20, "synthetic_ddp", "20 times"),
-    *[(script, "seed", 0, ".", "bitwise") for script in SCRIPTS],
-    *[(script, "timeout", 600, "slurm", "10 minutes") for script in DDP_SCRIPTS],
-    *[(script, "save_every", 5, ".", "`--save-every` minutes (5)")
-      for script in CHECKPOINT_SCRIPTS],
-    *[(script, "log_every", 5, ".", "`step` line") for script in CHECKPOINT_SCRIPTS],
-    *[(script, "data_dir", "data", script, "--fake-data")
-      for script in ("mnist_dp", "cifar10_ddp", "fashionmnist_ddp")],
-]
+# Pages rely on these: on speeds, accuracies, and what they say of a run without flags
+EVERYWHERE = {"seed": 0}
+DDP = {**EVERYWHERE, "timeout": 600}
+SAVED = {**DDP, "save_every": 5, "log_every": 5}
+DEFAULTS = {
+    "cpu_ddp": {**SAVED, "epochs": 50, "batch_size": 32, "samples": 2048, "lr": 0.02},
+    "mnist_dp": {**EVERYWHERE, "epochs": 5, "batch_size": 128, "lr": 1e-3, "data_dir": "data"},
+    "cifar10_ddp": {**SAVED, "epochs": 30, "batch_size": 128, "model": "resnet18", "lr": 0.2,
+                    "data_dir": "data"},
+    "fashionmnist_ddp": {**SAVED, "epochs": 5, "batch_size": 64, "lr": 3e-3, "data_dir": "data"},
+    "synthetic_ddp": {**DDP, "epochs": 10, "batch_size": 32, "samples": 2048, "lr": 0.01,
+                      "image_size": 224, "steps": 20},
+}
+MAY_DIFFER = {"image_size", "workers"}  # by model and machine
 
 
-@pytest.mark.parametrize("script, flag, default, folder, words", DEFAULTS)
-def test_a_default_is_that_of_the_pages(script, flag, default, folder, words):
-    found = vars(load_script(script).parse_args([]))[flag]
-    assert found == default, f"{script}: {flag} is {found} by default, but pages rely on {default}"
-    page = (ROOT / folder / "README.md").read_text()
-    assert words in page, f"{folder}/README.md no longer relies on {flag} {default}: {words!r}"
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_defaults(script):
+    """A flag that is added is among them, unless it is off by default."""
+    found = {name: value for name, value in vars(load_script(script).parse_args([])).items()
+             if name in DEFAULTS[script]
+             or not (value is None or value is False or name in MAY_DIFFER)}
+    assert found == DEFAULTS[script], (
+        f"{script}: its defaults are {found}, and pages, and this file's table, rely on "
+        f"{DEFAULTS[script]}")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -54,16 +51,13 @@ def test_help_lists_each_flag_and_its_default(script, capsys):
     assert end.value.code == 0, f"{script} --help ends with status {end.value.code}"
     blocks = re.split(r"\n  (?=-)", capsys.readouterr().out)  # each begins with a flag
     descriptions = {block.split()[0]: " ".join(block.split()) for block in blocks}
-    rows = {flag for name, flag, *_ in DEFAULTS if name == script}
     for flag, default in vars(module.parse_args([])).items():
         option = "--" + flag.replace("_", "-")
         found = descriptions.get(option, "no line")
         assert "(default: " in found, f"{script} --help: {option} has no default in {found!r}"
-        if flag in rows:
+        if flag in DEFAULTS[script]:
             assert found.endswith(f"(default: {default})"), (
                 f"{script} --help: the default of {option} is {default}, not as in {found}")
-        elif flag not in ("image_size", "workers"):  # they depend on model and machine
-            assert default in (None, False), f"{script}: add {flag} to the table of defaults"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -92,3 +86,88 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
     args = load_script(script).parse_args(["--checkpoint", str(tmp_path / "run.pt")])
     assert args.checkpoint == str(tmp_path / "scratch.pt"), (
         f"{script} replaces the link by a file: it saves to {args.checkpoint}")
+
+
+@pytest.mark.parametrize("script, flags", [
+    *[(script, ("--epochs", 1, *SCRIPTS[script].no_children)) for script in DDP_SCRIPTS],
+    ("synthetic_ddp", ("--model", "squeezenet1_1", "--image-size", 32, "--steps", 1))])
+def test_timeout_is_that_of_the_process_group(script, flags):
+    """Half an hour is PyTorch's."""
+    def setup(module, rank):
+        use_small_model(module)
+        seconds = []
+        cpu = torch.device("cpu")
+        at_step(lambda _: seconds.append(
+            dist.group.WORLD._get_backend(cpu).options._timeout.total_seconds()))
+        return seconds
+
+    (seconds, _) = train_to_end(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8,
+                                "--timeout", 77, *flags, nproc=2, setup=setup).results
+    assert set(seconds) == {77}, f"{script} --timeout 77 waits {set(seconds)} seconds for a process"
+
+
+# ---- mistakes ----
+MISTAKES = {  # script, flags, what the error line names; {folder} is empty
+    "no epochs": ("cpu_ddp", "--epochs 0", "epochs"),
+    "a global batch of 0": ("cifar10_ddp", "--global-batch 0", "batch sizes"),
+    "no epochs of mnist_dp": ("mnist_dp", "--epochs 0", "epochs"),
+    "no processes": ("fashionmnist_ddp", "--nproc 0", "numbers"),
+    "no samples": ("synthetic_ddp", "--samples 0", "numbers"),
+    "an option of sbatch behind the script": ("cpu_ddp", "--time=60", "--time"),
+    "no data": ("mnist_dp", "--data-dir {folder}", "--fake-data"),
+    "a folder and generated images": ("cifar10_ddp", "--image-folder a --fake-data", "not allowed"),
+    "no folder of images": ("cifar10_ddp", "--image-folder absent", "train/CLASS"),
+    "a GPU that is not there": ("mnist_dp", "--device-ids 0 --fake-data", "--device-ids"),
+    "no number of a GPU": ("mnist_dp", "--device-ids a", "--device-ids"),
+    "a size that a model does not take": ("cifar10_ddp", "--model vit_b_16 --image-size 32", "224"),
+    "no pretrained weights": ("cifar10_ddp", "--pretrained --fake-data", "hub/checkpoints"),
+    "several processes of mnist_dp": ("mnist_dp", "--fake-data", "cifar10_ddp", 2),
+    "more processes than samples": ("cpu_ddp", "--samples 2", "fewer", 3),
+    "samples that fill no step": ("synthetic_ddp", "--samples 31", "--samples"),
+    "weights that diverge": ("cpu_ddp", "--epochs 1 --lr 1e18 --checkpoint {folder}/run", "--lr"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_an_error_line(name, tmp_path):
+    script, flags, remedy, *nproc = MISTAKES[name]
+    command = f"{name}: {script} {flags}"
+
+    def setup(module, rank):
+        os.environ["TORCH_HOME"] = str(tmp_path)
+
+    flags = flags.format(folder=tmp_path).split()
+    end = train_forked(script, *flags, nproc=sum(nproc) or 1, setup=setup)
+    assert end.results, f"{command} must end in an error line, not in a traceback\n{end.text}"
+    for rank, status in enumerate(end.statuses):
+        error = end.text if status == 2 else str(status)  # argparse has printed it
+        assert "error: " in error, f"{command}: rank {rank} has no error line, but {error!r}"
+        assert remedy in error, (
+            f"{command}: rank {rank}'s error line does not name {remedy!r}:\n{error}")
+
+
+def test_torchrun_names_the_rank_that_failed_and_its_error(tmp_path):
+    copy = make_copy("cpu_ddp", tmp_path / "train.py", (
+        'after "step += 1"', 'assert step < 3 or rank == 0, "broken on purpose"'))
+    status, text = run(copy, launcher="torchrun", nproc=2)
+    assert status != 0, f"rank 1 raises an error, and torchrun ends with status 0\n{text}"
+    report = text[text.rfind("Root Cause"):]
+    for words in (r"rank +: 1 ", "broken on purpose"):
+        assert re.search(words, report), f"torchrun's last lines do not have {words!r}:\n{text}"
+
+
+@pytest.mark.parametrize("script, launcher, flags, word", [
+    ("cpu_ddp", "torchrun", ("--checkpoint", "absent/run.pt"), "absent/run.pt"),
+    ("fashionmnist_ddp", "spawn", ("--data-dir", "absent"), "--fake-data"),
+])
+def test_an_error_of_rank_0_is_printed_once_and_ends_all_processes(script, launcher, flags, word,
+                                                                  tmp_path):
+    """What only rank 0 sees, it sees before the group is formed: its launcher ends the others."""
+    status, text = run(script, *flags, launcher=launcher, nproc=2, cwd=tmp_path)
+    command = f"{script} under {launcher} with {' '.join(flags)}"
+    assert status != 0, f"{command} must not end with status 0\n{text}"
+    errors = re.findall(r"\berror: .*", text)
+    assert len(errors) == 1, f"{command} must print one error line, not {errors}\n{text}"
+    assert word in errors[0], f"{command}: the error line must name {word}\n{text}"
+    own_text = text.split(" failed (exitcode")[0]  # torchrun's own report comes last
+    assert "Traceback" not in own_text, f"{command} must print no traceback\n{text}"

@@ -1,6 +1,6 @@
 """What is printed is true: each number is computed a second time, from the model's outputs.
 
-5 epochs of 5 steps of 32 samples, in two parts per process. A clock that the test owns makes a step
+5 epochs of 5 steps, in two parts per process. Shares of 16 and 15 samples. A clock that the test owns makes a step
 take 2 seconds on rank 0 and 3 on rank 1. Runs with checkpoints are resumed after step 7.
 """
 
@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import signal_after, train_forked, train_to_end, train_until, watch
 from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
@@ -22,10 +23,10 @@ from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
 RESUMED = 7
 SMOOTHING = {"cifar10_ddp": 0.1, "fashionmnist_ddp": 0.1}  # of labels, in training
 HEADERS = {
-    "cpu_ddp": "world size 2  threads 1  batch 32 of 164  steps 7 to 25",
+    "cpu_ddp": "world size 2  threads 1  batch 31 of 164  steps 7 to 25",
     "mnist_dp": "GPUs none  threads 1  batch 32 of 164",
-    "cifar10_ddp": "world size 2 on cpu  threads 1  batch 32 of 164  10 classes  steps 7 to 25",
-    "fashionmnist_ddp": "world size 2 on cpu  threads 1  batch 32 of 164  steps 7 to 25",
+    "cifar10_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  10 classes  steps 7 to 25",
+    "fashionmnist_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  steps 7 to 25",
     "synthetic_ddp": "world size 2 on cpu  threads 1  batch 32 of 164",
 }
 
@@ -43,7 +44,7 @@ def with_clock(module, rank):
         sleep=time.sleep)
     if hasattr(module, "SeededData"):
         watch(module.SeededData, "__getitem__",
-              lambda data, key: key[2] and reads.append(len(recorder.steps)))  # to train
+              lambda data, key: key.training and reads.append(len(recorder.steps)))
     return recorder
 
 
@@ -105,10 +106,10 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     which takes 6 seconds longer. At the end of an epoch, means are those of all ranks.
     """
     path = tmp_path / "run.pt"
-    flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 32, "--log-every", 4,
+    flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 31, "--log-every", 4,
              "--save-every", 0.1, "--checkpoint", path]
     train_until(script, *flags, nproc=2, after=RESUMED, setup=with_clock)
-    ranks, _, _, text = train_to_end(script, *flags, nproc=2, setup=with_slow_start)
+    ranks, _, text = train_to_end(script, *flags, nproc=2, setup=with_slow_start)
     unit = "samples" if script == "cpu_ddp" else "images"
     has_test_set = SCRIPTS[script].has_test_set
     lines = [HEADERS[script]]
@@ -137,7 +138,7 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     ("synthetic_ddp", 2, "16 samples")])
 def test_each_line_of_a_script_without_checkpoints(script, nproc, speed):
     """Speed: in steps of 2 seconds."""
-    ranks, _, _, text = train_to_end(script, *flags_of(script), "--batch-size", 32 // nproc,
+    ranks, _, text = train_to_end(script, *flags_of(script), "--batch-size", 32 // nproc,
                                      nproc=nproc, setup=with_clock)
     steps = len(ranks[0].steps) // 5
     lines = [HEADERS[script]]
@@ -173,26 +174,47 @@ def test_a_line_that_the_terminal_cannot_show_does_not_end_the_run(tmp_path):
 
 
 def test_synthetic_ddp_measures_a_model():
-    """Five warm-up steps, one with exchange of gradients and one without, on 2 ranks.
+    """Five warm-up steps, three with exchange of gradients and three without, on 2 ranks.
 
-    With exchange, rank 0 takes 2 seconds and rank 1 takes 4; without, both take 3. 4 images in the
-    4 seconds of the slowest rank; 1.2 million weights of 4 bytes.
+    Of the slowest rank, they take 4, 9, 5 seconds and 3, 2, 7: medians are 5 and 3.
+    4 images in 5 seconds; 1.2 million weights of 4 bytes.
     """
     def setup(module, rank):
-        gradients = []
-        seconds = [100, 100, 2, 2, 2, 2 + 2 * rank, 3]
+        gradients, events, tensors = [], [], []
+        steps = [2 + 2 * rank, 3, 9, 1 + rank, 5 - rank, 7 - 2 * rank]
+        seconds = [100, 100, 2, 2, 2, *steps]
+
+        def clock():
+            events.append("clock")
+            return sum(seconds[:len(gradients)])
+
         watch(torch.optim.SGD, "step", lambda optimizer: gradients.append(
             optimizer.param_groups[0]["params"][0].grad.sum().item()))
-        module.time = argparse.Namespace(
-            perf_counter=lambda: sum(seconds[:len(gradients)]), sleep=time.sleep)
-        return gradients
+        watch(dist, "barrier", lambda *_: events.append("barrier"))
+        watch(module.F, "cross_entropy", lambda logits, *_: tensors.append(logits.dtype))
+        get_model = module.models.get_model
 
-    (one, other), _, _, text = train_to_end(
+        def get_watched_model(*arguments, **options):
+            model = get_model(*arguments, **options)
+            model.register_forward_pre_hook(lambda _, images: tensors.append(images[0].shape))
+            return model
+
+        module.models.get_model = get_watched_model
+        module.time = argparse.Namespace(perf_counter=clock, sleep=time.sleep)
+        return gradients, events, tensors
+
+    ranks, _, text = train_to_end(
         "synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2,
-        "--steps", 1, nproc=2, setup=setup)
-    assert one[-2] == other[-2], f"the step with exchange has other gradients on rank 1: {one[-2]}"
-    assert one[-1] != other[-1], "the step without exchange has exchanged its gradients"
-    expected = (r"1\.0 images/s  step 4000\.0 ms, without exchange 3000\.0 ms  communication "
-                r"overhead 25\.0 %  gradients 4\.9 MB  peak memory of rank 0 (\d,)?\d\d\d MB")
+        "--steps", 3, "--bf16", nproc=2, setup=setup)
+    (one, events, tensors), (other, *_) = ranks
+    exchanged = [before == after for before, after in zip(one, other)][5:]
+    assert exchanged == 3 * [True, False], (
+        f"of three pairs of steps, the first must exchange its gradients alone: {exchanged}")
+    assert events[:33] == 11 * ["barrier", "clock", "clock"], (
+        f"ranks must wait for each other before a step is timed, not {events}")
+    assert set(tensors) == {(2, 3, 64, 64), torch.bfloat16}, (
+        f"--image-size 64 --batch-size 2 --bf16 measures {set(tensors)}")
+    expected = (r"0\.8 images/s  step 5000\.0 ms, without exchange 3000\.0 ms  communication "
+                r"overhead 40\.0 %  gradients 4\.9 MB  peak memory of rank 0 (\d,)?\d\d\d MB")
     line = text.splitlines()[-1]
     assert re.fullmatch(expected, line), f"the line is not as {expected}, but:\n{line}"

@@ -226,9 +226,10 @@ def test_the_average_is_that_of_the_weights_after_each_step(script, tmp_path):
 def test_what_the_blocks_save_survives_a_stop(script, nproc, tmp_path, monkeypatch):
     """All in one copy, tested by the average. Stopped in the fourth of nine epochs of 6 steps."""
     flags = copy_with(script, "state", "best weights", "early stop", "average")
-    text = Path("my.py").read_text()
-    assert text.count("evaluate(model, ") == 1 + text.count("def evaluate(model, ")
-    Path("my.py").write_text(text.replace(" = evaluate(model, ", " = evaluate(ema.module, "))
+    text, count = re.subn(r"= evaluate\(\s*model\b", "= evaluate(ema.module",
+                          Path("my.py").read_text())
+    assert count == 1, f"to test the average, {count} calls of evaluate are edited, not one"
+    Path("my.py").write_text(text)
     flags = (*FLAGS, 9, "--global-batch", 16, "--lr", 0.5, *flags, "--checkpoint")
     setup = Scores([0.5, 0.9, 0.7, 0.8, 0.6, 0.7, 0.6, 1.0, 1.0])
     lines = {}
@@ -251,16 +252,12 @@ def test_f1_is_that_of_the_test_images_of_all_ranks(script):
     """Of images of three classes: a model with ten outputs may choose others, too."""
     def setup(module, rank):
         fake_images = module.fake_images
-
-        def three_classes(*arguments):
-            images, labels = fake_images(*arguments)
-            return images, labels % 3
-
-        module.fake_images = three_classes
+        module.fake_images = lambda *arguments: [
+            (images, labels % 3) for images, labels in fake_images(*arguments)]
         return record_small_model(module, rank)
 
     flags = copy_with(script, "F1")
-    ranks, _, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=3, setup=setup)
+    ranks, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=3, setup=setup)
     expected = []
     for evaluations in zip(*(recorder.evaluations for recorder in ranks)):
         parts = sum(evaluations, [])
@@ -331,9 +328,8 @@ def test_shards_train_as_data_in_memory(tmp_path):
     """Files of 40 samples: 96 to train on, 24 to test on."""
     ((_, code),) = edits("cifar10_ddp", "write shards")
     Path("shards").mkdir()
-    for train_set, name in ((True, "train"), (False, "test")):
-        fake_images = load_script("cifar10_ddp").fake_images
-        images, labels = fake_images(96, (3, 32, 32), 0, train_set)
+    sets = load_script("cifar10_ddp").fake_images(96, (3, 32, 32), 0)
+    for (images, labels), name in zip(sets, ("train", "test")):
         shard_code = code.replace("10000", "40").replace("train", name)
         exec(shard_code, {"images": images, "labels": labels, "torch": torch})
     sizes = [path.stat().st_size for path in sorted(Path("shards").glob("train-*"))]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import train_to_end, watch
-from recorder import record_small_model
+from recorder import change_sets, record_small_model
 from scripts import SCRIPTS, load_script
 from torchvision import datasets
 
@@ -118,6 +118,9 @@ def test_images_are_downloaded_and_train_or_test(script, name, site, tmp_path):
     assert sorted(tested) == list(range(48, 60)), (
         f"it tests {len(tested)} images, not 12: {len(tested.keys() & set(trained))} of those that "
         "it trains on")
+    attributes["mirrors"], attributes["url"] = ["http://127.0.0.1:9/"], "http://127.0.0.1:9/"
+    train_to_end(script, "--data-dir", tmp_path / "data", "--epochs", 1, "--batch-size", 6,
+                 *SCRIPTS[script].no_children, nproc=nproc, setup=setup)  # downloads nothing
     for number, (image, label) in tested.items():
         assert torch.equal(image, images[number]), f"test image {number} has other pixels"
         assert label == labels[number], f"test image {number} has label {label}"
@@ -136,6 +139,9 @@ def test_generated_test_samples_are_no_training_samples(script):
     both = sum(sample in train for sample in test)
     assert len(test) == 16 and both == 0, (
         f"{script}: of {len(test)} generated test samples, {both} are training samples")
+    args.seed = 1
+    other = next(zip(*[getattr(data, "tensors", data) for data in module.load_data(args)][0]))
+    assert other[0].flatten().tolist() not in train, f"{script}: --seed 1 generates --seed 0's data"
 
 
 def test_fashion_mnist_is_learned(tmp_path):
@@ -148,9 +154,8 @@ def test_fashion_mnist_is_learned(tmp_path):
         (raw / archive.stem).write_bytes(gzip.decompress(archive.read_bytes()))
 
     def first_images(module, rank):
-        load_data = module.load_data
-        module.load_data = lambda args, train_set: [
-            tensor[:4000 if train_set else 1000] for tensor in load_data(args, train_set)]
+        change_sets(module, lambda data, train_set: [
+            tensor[:4000 if train_set else 1000] for tensor in data])
 
     text = train_to_end("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1,
                         "--batch-size", 16, nproc=2, setup=first_images).text
