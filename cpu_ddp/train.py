@@ -271,11 +271,16 @@ def catch_signals():
     return signals
 
 
+def check_statistics(model):
+    """Exit unless BatchNorm's running statistics are finite."""
+    for name, buffer in model.named_buffers():
+        if "running" in name and not buffer.isfinite().all():
+            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
+
+
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
-    for name, buffer in model.named_buffers():
-        if "running" in name and not buffer.isfinite().all():  # of BatchNorm
-            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
+    check_statistics(model)
     for name, parameter in model.named_parameters():
         weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
         extremes = torch.stack([weights, -weights])
@@ -312,6 +317,7 @@ def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
     if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
         sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+    check_statistics(saved["model"])
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:
