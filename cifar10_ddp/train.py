@@ -452,14 +452,15 @@ def read_image(path, size):
 
 
 def has_pages(image):
-    """Return whether a TIFF has more than its first page. A smaller copy of that is none."""
-    if image.n_frames == 1:
-        return False
-    size = image.size
-    image.seek(1)
-    other_size = image.size
+    """Return whether a TIFF has more than its first page and smaller copies of that."""
+    width, height = image.size
+    others = []
+    for page in range(1, image.n_frames):
+        image.seek(page)
+        others.append(image.size)
     image.seek(0)
-    return other_size == size
+    return any(2 * w > width + 1 or abs(w * height - width * h) > max(width, height)
+               for w, h in others)  # of more than half the size, or of other proportions
 
 
 class Key(NamedTuple):
