@@ -271,11 +271,16 @@ def catch_signals():
     return signals
 
 
+def check_statistics(model):
+    """Exit unless BatchNorm's running statistics are finite."""
+    for name, buffer in model.named_buffers():
+        if "running" in name and not buffer.isfinite().all():
+            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
+
+
 def check_weights(model):
     """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
-    for name, buffer in model.named_buffers():
-        if "running" in name and not buffer.isfinite().all():  # of BatchNorm
-            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
+    check_statistics(model)
     for name, parameter in model.named_parameters():
         weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
         extremes = torch.stack([weights, -weights])
@@ -290,7 +295,7 @@ def check_weights(model):
 def run_settings(args, **more):
     """Return what defines the run: the flags but for MAY_CHANGE, and more.
 
-    Exit unless these are plain values, and equal to those of rank 0.
+    Exit unless these are plain values, and equal on all ranks.
     """
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
@@ -298,12 +303,13 @@ def run_settings(args, **more):
         if (value == settings[name]) is not True:  # a resume could not compare it
             sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
         settings[name] = value
-    of_rank_0 = [settings]
-    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    different = [name for name in settings if settings[name] != of_rank_0[0][name]]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, settings)
+    different = [name for name in settings if any(other[name] != settings[name]
+                                                  for other in of_ranks)]
     if different:
-        sys.exit(f"error: rank {dist.get_rank()} has other data than rank 0 ({different}): sort "
-                 "what comes from a set or a folder, and seed what is random")
+        sys.exit(f"error: the ranks have different data ({', '.join(different)}): sort what comes "
+                 "from a set or a folder, and seed what is random")
     return settings
 
 
@@ -311,6 +317,7 @@ def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
     if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
         sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+    check_statistics(saved["model"])
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     try:

@@ -41,6 +41,8 @@ def parse_args(flags=None):
     args = parser.parse_args(flags)
     if min(args.epochs, args.batch_size, args.fake_data or 1) < 1:
         parser.error("numbers of epochs and images must be at least 1")
+    if not args.lr >= 0:  # nan is not
+        parser.error("--lr must be at least 0")
     return args
 
 

@@ -59,6 +59,8 @@ def parse_args(flags=None):
                args.timeout)
     if min(numbers) < 1:
         parser.error("epochs, batch size and other numbers must be at least 1")
+    if not args.lr >= 0:  # nan is not
+        parser.error("--lr must be at least 0")
     return args
 
 

@@ -38,6 +38,8 @@ MISTAKES = {  # what is done to a folder, and what the error line names
     "no val": ("rm -r val", "/images/val"),
     "other classes": ("mv val/dog val/wolf", "classes.*dog.*wolf"),
     "empty class": ("rm val/cat/*", "classes cat[.]"),
+    "class that val lacks": ("mkdir train/bird; cp train/cat/0.png train/bird",
+                             "the same classes.*'bird'"),
     "one level too many": ("mkdir up; mv train val up; mkdir train val; "
                            "mv up/train train/images; mv up/val val/images",
                            "the only class in .*/images/train is images"),
@@ -155,17 +157,51 @@ def test_image_is_read_as_its_picture_of_8_bits(script, tmp_path, mode, suffix):
     assert found <= limit, f"{mode} in a {suffix} file differs from its picture by {found} levels"
 
 
+@pytest.mark.parametrize("color", ["black", "white"])
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_transparent_pixels_are_white(script, tmp_path, mode):
-    """A drawing in black, whose shape is in the alpha channel alone."""
+def test_a_drawing_on_transparent_ground_is_seen(script, tmp_path, mode, color):
+    """Its shape is in the alpha channel alone: black and white ones differ from their ground."""
     alpha = Image.linear_gradient("L").resize((64, 64))
-    image = Image.new("RGBA", (64, 64), "black")
-    image.putalpha(alpha.point(lambda level: 255 * (level > 99)) if mode == "P" else alpha)
+    if mode == "P":
+        alpha = alpha.point(lambda level: 255 * (level > 99))
+    image = Image.new("RGBA", (64, 64), color)
+    image.putalpha(alpha)
     path = tmp_path / "image.png"
     image.convert(mode).save(path)
-    shape = image.getchannel("A").point(lambda level: 255 - level)
+    least, greatest = script.read_image(path, 64).convert("L").getextrema()
+    assert greatest - least > 120, (
+        f"{mode}: a drawing in {color} is read as levels from {least} to {greatest} of 255")
+    shape = Image.composite(Image.new("L", (64, 64), color), Image.new("L", (64, 64), "gray"), alpha)
     found = difference(path, shape, script)
-    assert found <= 2, f"{mode}: transparent pixels differ by {found} levels from a white page"
+    assert found <= 2, f"{mode}: a drawing in {color} differs by {found} levels from one on gray"
+
+
+def test_an_opaque_picture_with_an_alpha_channel_keeps_its_colors(script, tmp_path):
+    picture = gradient()
+    image = picture.convert("RGBA")
+    image.save(tmp_path / "image.png")
+    found = difference(tmp_path / "image.png", picture, script)
+    assert found == 0, f"an opaque picture in RGBA differs by {found} levels from that in RGB"
+
+
+@pytest.mark.parametrize("sizes, accepted", [
+    ([(64, 48)], True), ([(64, 48), (16, 12)], True), ([(64, 48), (31, 23), (8, 6)], True),
+    ([(64, 48), (64, 48)], False), ([(64, 48), (63, 48)], False), ([(64, 48), (48, 64)], False),
+    ([(16, 12), (64, 48)], False), ([(64, 48), (16, 12), (64, 48)], False)])
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+def test_a_tiff_of_several_pages_is_refused_unless_they_are_smaller_copies(
+        script, tmp_path, sizes, accepted, compression):
+    pages = [gradient().resize(size) for size in sizes]
+    path = tmp_path / "image.tif"
+    pages[0].save(path, save_all=True, append_images=pages[1:], compression=compression)
+    if accepted:
+        found = difference(path, pages[0], script)
+        assert found == 0, f"the first of pages of {sizes} pixels differs by {found} levels"
+        return
+    with pytest.raises(RuntimeError) as end:
+        script.read_image(path, 64)
+        pytest.fail(f"of pages of {sizes} pixels, only the first is read")
+    assert "several pages" in str(end.value), f"pages of {sizes} pixels: {end.value}"
 
 
 def test_a_photograph_with_damaged_exif_data_is_read(script, tmp_path):

@@ -1,0 +1,438 @@
+"""Own data, models, losses and loops are right, or an error line."""
+
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from checkpoints import assert_equal, load_checkpoint
+from copies import make_copy
+from forked import train_forked, train_to_end, watch
+from launchers import run
+from recorder import FewPixels, record_small_model, use_small_model
+from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, load_script, script_path
+from torch.utils.data import TensorDataset
+
+TEST_SCRIPTS = ["cifar10_ddp", "fashionmnist_ddp"]
+
+
+def flags_of(script, *more, epochs=4):
+    """Return flags for three steps of 24 samples in each epoch, on two processes."""
+    return (SCRIPTS[script].data_flag, 72, "--batch-size", 12, "--epochs", epochs, "--lr", 0.1,
+            *SCRIPTS[script].no_children, *more)
+
+
+def assert_error(end, words, mistake):
+    """Fail unless each rank ends with an error line that has these words."""
+    for status in end.statuses:
+        assert "error: " in str(status) and words in status, (
+            f"{mistake}: there must be an error line with {words!r}: {end.statuses}\n{end.text}")
+
+
+def use_data(module, load):
+    """Let load() be a copy's load_data. It returns images and labels to train, and those to test.
+
+    In cifar10_ddp, they are data sets, and have classes.
+    """
+    def load_data(args):
+        sets = load()
+        if hasattr(module, "transforms"):
+            sets = [TensorDataset(*tensors) for tensors in sets]
+            for data in sets:
+                data.classes = list("0123456789")
+        return sets
+
+    module.load_data = load_data
+
+
+# ---- load_data ----
+def draw(count):
+    """Return images of noise, and labels that say nothing about them."""
+    labels = [random.randrange(10) for _ in range(count)]
+    return torch.randint(256, (count, 3, 28, 28), dtype=torch.uint8), torch.tensor(labels)
+
+
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_data_that_load_data_draws_are_equal_on_all_ranks_and_differ_in_both_sets(script):
+    def setup(module, rank):
+        sets = []
+        random.seed(os.getpid())  # another state in each process, as in a new interpreter
+        use_data(module, lambda: sets.append([draw(72), draw(24)]) or sets[0])
+        use_small_model(module)
+        return sets
+
+    ranks = train_to_end(script, *flags_of(script, epochs=1), nproc=2, setup=setup).results
+    calls = [len(sets) for sets in ranks]
+    assert calls == [1, 1], f"{script} calls load_data {calls} times on two ranks, not once"
+    (training, test), others = ranks[0][0], ranks[1][0]
+    for (images, labels), (other_images, other_labels) in zip((training, test), others):
+        assert torch.equal(images, other_images), f"{script}: torch draws other images on rank 1"
+        assert torch.equal(labels, other_labels), f"{script}: Python draws other labels on rank 1"
+    seen = {image.numpy().tobytes() for image in training[0]}
+    same = sum(image.numpy().tobytes() in seen for image in test[0])
+    assert same == 0, f"{script}: {same} of 24 drawn test samples are training samples"
+
+
+CLASSES_OF_A_SET = {  # an unsorted set of names: their order differs in each process
+    "fashionmnist_ddp": ('before "return fake_images("', """
+        names = [f"class {number}" for number in range(10)]
+        number_of = {name: number for number, name in enumerate(set(names))}
+        labels = torch.tensor([number_of[name] for name in names]).repeat(10)
+        images = torch.randint(256, (100, 1, 28, 28), dtype=torch.uint8)
+        return (images, labels), (images, labels)"""),
+    "cifar10_ddp": ('after "classes = list("', 'classes = list({f"class {name}" for name in classes})'),
+}
+
+
+@pytest.mark.parametrize("script", CLASSES_OF_A_SET)
+def test_classes_from_a_set_are_an_error_line(script, tmp_path):
+    """Started by torchrun: forked processes have the same seed of hash()."""
+    copy = make_copy(script, tmp_path / "train.py", CLASSES_OF_A_SET[script])
+    checkpoint = tmp_path / "run.pt"
+    flags = flags_of(script, "--checkpoint", checkpoint, epochs=1)
+    env = {"PYTHONHASHSEED": "random"}
+    status, text = run(copy, *flags, launcher="torchrun", nproc=2, env=env)
+    assert status != 0, f"{script}: two ranks have other classes, and the run ends well\n{text}"
+    assert re.search("error: the ranks have different data .*sort", text), (
+        f"{script}: two ranks have other classes: there is no error line that says so\n{text}")
+    assert not checkpoint.exists(), f"{script} has trained with other classes on each rank\n{text}"
+
+
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_a_resume_with_other_classes_is_refused_and_leaves_the_file(script, tmp_path):
+    """As from a set: one process, whose resume has the same classes in another order."""
+    path = tmp_path / "run.pt"
+
+    def setup(module, rank):
+        order = torch.arange(10) if not path.exists() else torch.arange(9, -1, -1)
+        images = torch.randint(256, (72, 3, 28, 28), dtype=torch.uint8)
+        labels = order[torch.arange(72) % 10]
+        use_data(module, lambda: [(images, labels), (images, labels)])
+        load_data = module.load_data
+
+        def load_named(args):
+            sets = load_data(args)
+            for data in sets:
+                if hasattr(data, "classes"):
+                    data.classes = [f"class {number}" for number in order.tolist()]
+            return sets
+
+        module.load_data = load_named
+        use_small_model(module)
+
+    train_to_end(script, *flags_of(script, "--checkpoint", path, epochs=1), setup=setup)
+    before = path.read_bytes()
+    end = train_forked(script, *flags_of(script, "--checkpoint", path, epochs=2), setup=setup)
+    assert_error(end, "the checkpoint is of another run", f"{script} resumes with other classes")
+    assert path.read_bytes() == before, f"{script} has overwritten a file of other classes"
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_other_numbers_of_samples_on_two_ranks_are_an_error_line(script, tmp_path):
+    def setup(module, rank):
+        if rank == 1:
+            load_data = module.load_data
+
+            def load_fewer(args):
+                first, second = load_data(args)
+                if script == "cpu_ddp":
+                    return first[:-1], second[:-1]
+                if script == "fashionmnist_ddp":
+                    return [tensor[:-1] for tensor in first], second
+                first.tensors = [tensor[:-1] for tensor in first.tensors]
+                return first, second
+
+            module.load_data = load_fewer
+        use_small_model(module)
+
+    path = tmp_path / "run.pt"
+    end = train_forked(script, *flags_of(script, "--checkpoint", path, epochs=1), nproc=2,
+                       setup=setup)
+    assert_error(end, "the ranks have different data",
+                 f"{script}: rank 1 has a sample less than rank 0")
+    assert not path.exists(), f"{script} has trained with a sample less on rank 1"
+
+
+LABELS = {  # of 4 samples
+    "floats": torch.tensor([0.1, 0.2, 0.3, 0.9]),
+    "bfloat16": torch.tensor([0.1, 0.2, 0.3, 0.9], dtype=torch.bfloat16),
+    "bool": torch.tensor([True, False, True, True]),
+    "uint8": torch.tensor([3, 2, 1, 0], dtype=torch.uint8),
+    "uint16": torch.tensor([3, 2, 1, 0], dtype=torch.uint16),
+    "one-hot": torch.eye(4),
+    "masks": torch.arange(4).view(4, 1, 1).repeat(1, 28, 28),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_digest_of_labels_tells_another_order(kind):
+    digest = load_script("fashionmnist_ddp").digest
+    labels = LABELS[kind]
+    assert digest(labels) == digest(labels.clone()), f"labels that are {kind}: no digest of them"
+    turned = labels[[3, 2, 0, 1]]
+    assert digest(turned) != digest(labels), f"labels that are {kind}: another order is not noticed"
+
+
+def test_digest_of_floats_is_equal_where_they_are_computed_in_another_way():
+    """Their last digits differ on another machine, or with other threads."""
+    digest = load_script("fashionmnist_ddp").digest
+    for name, labels in (("noise", torch.randn(1000)), ("constant", torch.full((1000,), 0.1)),
+                         ("images", torch.rand(1000, 28, 28))):
+        found = {digest(labels * (1 + rounding * 1e-7)) for rounding in range(-2, 3)}
+        assert len(found) == 1, f"labels of floats ({name}): rounding changes their digest: {found}"
+
+
+# ---- loops ----
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_run_that_ends_in_mid_epoch_is_saved_and_goes_on_to_the_last_step(script, tmp_path):
+    """As with a flag --max-steps 5: an epoch has 3 steps."""
+    last_log = {"cpu_ddp": 'after "dist.all_reduce(sums)"'}.get(
+        script, 'before "test_loss, test_accuracy = evaluate("')
+    copy = make_copy(script, tmp_path / "train.py", ('after "step += 1"', "if step == 5:\n    break"),
+                     (last_log, "if step == 5:\n    break"))
+    flags = flags_of(script, "--checkpoint")
+    train_to_end(script, *flags, tmp_path / "whole", nproc=2, setup=use_small_model)
+    parts = tmp_path / "parts"
+    train_to_end(copy, *flags, parts, nproc=2, setup=use_small_model)
+    step = load_checkpoint(parts)["step"] if parts.exists() else 0
+    assert step == 5, f"{script}: a loop is left after step 5, and step {step} is saved"
+    train_to_end(script, *flags, parts, nproc=2, setup=use_small_model)
+    assert_equal(parts, tmp_path / "whole", f"{script}, left and resumed: checkpoint")
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_loop_that_leaves_each_epoch_early_trains_as_many_steps_in_each(script, tmp_path):
+    copy = make_copy(script, tmp_path / "train.py",
+                     ('after "step += 1"', "if step % 2 == 0:\n    break"))
+    path = tmp_path / "run.pt"
+    ranks = train_to_end(copy, *flags_of(script, "--checkpoint", path), nproc=2,
+                         setup=record_small_model).results
+    steps = [len(recorder.steps) for recorder in ranks]
+    assert steps == [8, 8], f"{script}: four epochs of two steps are {steps} steps on the two ranks"
+    saved = load_checkpoint(path)["step"]
+    assert saved == 8, f"{script}: four epochs of two steps, and step {saved} is saved"
+
+
+# ---- models and optimizers ----
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_weights_in_the_optimizer_but_not_in_the_model_are_an_error_line(script, tmp_path):
+    """As a learned temperature of the loss."""
+    def setup(module, rank):
+        use_small_model(module)
+        build_optimizer = module.build_optimizer
+
+        def build_larger_optimizer(args, model, *more):
+            optimizer = build_optimizer(args, model, *more)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]})
+            return optimizer
+
+        module.build_optimizer = build_larger_optimizer
+
+    path = tmp_path / "run.pt"
+    end = train_forked(script, *flags_of(script, "--checkpoint", path), nproc=2, setup=setup)
+    assert_error(end, "not in the model", f"{script}: an optimizer has weights of no model")
+    assert not path.exists(), f"{script} has trained weights that are not saved"
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_what_is_added_to_saved_after_restore_is_named_by_the_resume(script, tmp_path):
+    copy = make_copy(script, tmp_path / "train.py", (
+        'before "signals = catch_signals()"', """
+        saved["second"] = torch.optim.SGD(model.parameters(), lr=0.1)"""))
+    path = tmp_path / "run.pt"
+    train_to_end(copy, *flags_of(script, "--checkpoint", path, epochs=1), setup=use_small_model)
+    before = path.read_bytes()
+    end = train_forked(copy, *flags_of(script, "--checkpoint", path, epochs=2),
+                       setup=use_small_model)
+    assert_error(end, "second", f"{script}: saved, and not restored")
+    assert path.read_bytes() == before, f"{script}: the file has been overwritten\n{end.text}"
+
+
+class WithDropout(FewPixels):
+    """With a part that the copy has frozen in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.frozen = nn.Dropout(0.5).eval()
+
+    def forward(self, images):
+        return self.dropout(super().forward(self.frozen(images)))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_dropout_is_on_in_training_whatever_mode_a_model_comes_in(script, mode, nproc):
+    """But a frozen part of a model in training mode stays frozen."""
+    def setup(module, rank):
+        modes = []
+        use_small_model(module)
+        module.build_model = lambda *_: (WithDropout() if mode == "training"
+                                         else WithDropout().eval())
+        watch(module, "loss_and_correct", lambda model, *_: modes.append(
+            tuple(part.training for name, part in model.named_modules()
+                  if name.endswith(("dropout", "frozen")))))
+        return modes
+
+    ranks = train_to_end(script, *flags_of(script, epochs=1), nproc=nproc, setup=setup).results
+    expected = (True, mode == "evaluation")
+    for modes in ranks:
+        steps = {modes[0], modes[1], modes[2]}
+        assert steps == {expected}, (
+            f"{script}: a model comes in {mode} mode: its dropout, and a frozen one, are on: "
+            f"{steps} in three steps, not {expected}")
+        assert modes[-1] == (False, False), f"{script}: dropout is on in the evaluation: {modes[-1]}"
+
+
+class WithCount(FewPixels):
+    """With a buffer of integers that gloo does not send."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_one_process_trains_a_model_with_a_buffer_of_int16(script):
+    def setup(module, rank):
+        use_small_model(module)
+        module.build_model = lambda *_: WithCount()
+
+    train_to_end(script, *flags_of(script, epochs=1), setup=setup)
+
+
+# ---- numbers that are no images, or too large ----
+@pytest.mark.parametrize("script", ["fashionmnist_ddp", "mnist_dp"])
+def test_images_of_floats_are_refused_where_they_would_be_divided_by_255(script):
+    def setup(module, rank):
+        use_small_model(module)
+        load_data = module.load_data
+        module.load_data = lambda args: [(images / 255, labels)
+                                         for images, labels in load_data(args)]
+
+    end = train_forked(script, "--fake-data", 64, "--epochs", 1, setup=setup)
+    (status,) = end.statuses
+    assert "normalize takes uint8" in status, (
+        f"{script}: images from 0 to 1 are divided by 255, and the run ends with {status}")
+
+
+class WithNorm(nn.Module):
+    """BatchNorm, whose outputs are finite where its variance is not."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(inputs)
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, inputs):
+        return self.linear(self.norm(inputs.flatten(1)))
+
+
+@pytest.mark.parametrize("nproc, save_every", [(1, 5), (2, 5), (1, 0)])
+@pytest.mark.parametrize("script", ["cpu_ddp", "fashionmnist_ddp"])
+def test_a_huge_value_in_one_sample_is_an_error_line_and_no_file(script, nproc, save_every,
+                                                                tmp_path):
+    """The value that fills gaps, as 1e30, in one of 72 rows. With 0, each step is saved."""
+    def setup(module, rank):
+        inputs = torch.randn(72, 20, generator=torch.Generator().manual_seed(0))
+        first = torch.Generator().manual_seed(hash((0, 0)))  # of the first batch, on rank 0
+        inputs[torch.randperm(72, generator=first)[0], 3] = 1e30
+        if script == "cpu_ddp":
+            use_small_model(module)
+            module.load_data = lambda args: (inputs, inputs[:, :1].clamp(-1, 1))
+            module.build_model = lambda args: WithNorm(20, 1)
+        else:
+            use_data(module, lambda: 2 * [(inputs.view(72, 1, 1, 20), torch.arange(72) % 10)])
+            module.build_model = lambda args: WithNorm(20, 10)
+            module.normalize = lambda images: images
+        module.build_optimizer = lambda args, model: torch.optim.SGD(model.parameters(), 0.01)
+
+    path = tmp_path / "run.pt"
+    end = train_forked(script, *flags_of(script, "--batch-size", 24 // nproc, "--save-every",
+                                         save_every, "--checkpoint", path, epochs=1),
+                       nproc=nproc, setup=setup)
+    assert_error(end, "norm.running_var is not finite", f"{script}: BatchNorm's variance is inf")
+    assert not path.exists(), f"{script}: BatchNorm's variance is inf in the file\n{end.text}"
+
+
+# ---- sums ----
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_sums_of_losses_in_bfloat16_are_exact(script):
+    """Each sample's loss is 0.125: bfloat16 has 8 bits, and stops adding 1.5 at 384."""
+    samples = 6400
+
+    def setup(module, rank):
+        def loss_of(model, images, *_):
+            loss = (0 * model(images.float()).sum() + 0.125 * len(images)).bfloat16()
+            return (loss, loss.detach()) if hasattr(module, "loss_and_correct") else loss
+
+        use_small_model(module)
+        setattr(module, "loss_of" if hasattr(module, "loss_of") else "loss_and_correct", loss_of)
+
+    end = train_to_end(script, SCRIPTS[script].data_flag, samples, "--batch-size", 12, "--epochs", 1,
+                       "--log-every", 0, *SCRIPTS[script].no_children, setup=setup)
+    found = set(re.findall(r"(loss|accuracy) ([\d.]+)", end.text))
+    wrong = {(name, value) for name, value in found if value != "0.1250"}
+    assert found and not wrong, f"{script}: each loss is 0.1250, and the log has {wrong or 'none'}"
+
+
+# ---- error lines ----
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_an_empty_training_set_is_an_error_line_that_says_so(script, nproc):
+    def setup(module, rank):
+        if script == "cpu_ddp":
+            module.load_data = lambda args: (torch.zeros(0, 20), torch.zeros(0, 1))
+        else:
+            use_data(module, lambda: [draw(0), draw(24)])
+        use_small_model(module)
+
+    end = train_forked(script, *flags_of(script, epochs=1), nproc=nproc, setup=setup)
+    assert_error(end, "the training set is empty", f"{script} has no samples")
+
+
+@pytest.mark.parametrize("flags", ["--lr nan", "--lr -1", "--save-every nan", "--log-every -1"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_number_that_cannot_be_meant_is_an_error_line(script, flags, capsys):
+    module = load_script(script)
+    flag = flags.split()[0]
+    if flag[2:].replace("-", "_") not in vars(module.parse_args([])):
+        return
+    with pytest.raises(SystemExit):
+        pytest.fail(f"{script} {flags} is {module.parse_args(flags.split())}")
+    text = capsys.readouterr().err
+    assert "error: " in text and flag in text, f"{script} {flags}: no error line names it:\n{text}"
+
+
+def test_fewer_than_no_workers_are_an_error_line(capsys):
+    with pytest.raises(SystemExit):
+        pytest.fail(f"{load_script('cifar10_ddp').parse_args(['--workers', '-1'])}")
+    text = capsys.readouterr().err
+    assert "error: " in text and "--workers" in text, f"--workers -1: no error line:\n{text}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the file of another user requires root")
+def test_the_file_of_another_user_is_an_error_line_that_says_so(tmp_path):
+    """In a folder like /tmp, where a user may not replace the files of others."""
+    path = tmp_path / "run.pt"
+    torch.save({"settings": {}}, path)
+    for folder in tmp_path.parents:
+        if str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)
+    tmp_path.chmod(0o1777)
+    script = load_script("cpu_ddp")
+    model = nn.Linear(1, 1)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(SystemExit) as end:
+            script.save_checkpoint(str(path), {"model": model}, {}, 1)
+    finally:
+        os.seteuid(0)
+    assert "user" in end.value.code, f"FILE is another user's: the error line is {end.value.code!r}"
+    left = os.listdir(tmp_path)
+    assert left == ["run.pt"], f"FILE is another user's: {left} are left"
