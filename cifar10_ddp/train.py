@@ -538,7 +538,9 @@ def setup_environment():
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
         sys.exit("error: mpirun is not supported: use torchrun, or srun python")
-    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
+    # python is typed in srun --pty bash: it has its terminal or, as in nohup, only its session
+    shell = "SLURM_PTY_PORT" in env and (
+        os.isatty(0) or str(os.getsid(0)) == env.get("SLURM_TASK_PID"))
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
         if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself

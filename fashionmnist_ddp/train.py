@@ -337,10 +337,11 @@ def main():
 
 def spawn(nproc, args):
     """Start nproc processes on this machine, and forward signals to them."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = str(server.getsockname()[1])  # free at the moment
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE=str(nproc),
-                      LOCAL_WORLD_SIZE=str(nproc), SLURM_STEP_NUM_TASKS="1")
+    # As torchrun does: this process has a free port, and rank 0 connects to it as all others.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), WORLD_SIZE=str(nproc),
+                      LOCAL_WORLD_SIZE=str(nproc), SLURM_STEP_NUM_TASKS="1",
+                      TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     pick_device(0)  # its errors once, not in every process
     workers = mp.spawn(run_worker, (os.getpid(), args), nproc, join=False)
 
@@ -377,7 +378,9 @@ def setup_environment():
     pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
     if not launched and (mpi_tasks > tasks or pmix):
         sys.exit("error: mpirun is not supported: use torchrun, or srun python")
-    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
+    # python is typed in srun --pty bash: it has its terminal or, as in nohup, only its session
+    shell = "SLURM_PTY_PORT" in env and (
+        os.isatty(0) or str(os.getsid(0)) == env.get("SLURM_TASK_PID"))
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
         if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself

@@ -138,7 +138,12 @@ def train(args):
 
 def pick_devices(device_ids):
     """Return the first device and the numbers of all GPUs to use: none on the CPU."""
-    if int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
+    env = os.environ
+    # python is typed in srun --pty bash: it has its terminal or, as in nohup, only its session
+    shell = "SLURM_PTY_PORT" in env and (
+        os.isatty(0) or str(os.getsid(0)) == env.get("SLURM_TASK_PID"))
+    tasks = 1 if shell else int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if max(tasks, int(env.get("WORLD_SIZE", 1))) > 1:
         sys.exit("error: nn.DataParallel runs in one process: "
                  "start one with python, or use cifar10_ddp for several")
     gpus = list(range(torch.cuda.device_count()))  # by the driver, which may be too old for torch

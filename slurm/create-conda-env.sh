@@ -9,6 +9,7 @@
 # conda-forge, PyTorch from pip: its authors publish no conda packages since version 2.6.
 set -euo pipefail
 
+unset CDPATH    # cd prints where it finds a folder by that
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [[ $# = 0 ]]; then
     set -- --prefix "$(dirname "$here")/.conda"

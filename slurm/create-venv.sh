@@ -9,6 +9,7 @@
 # "Get Started".
 set -euo pipefail
 
+unset CDPATH    # cd prints where it finds a folder by that
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
 venv=${1:-$(dirname "$here")/.venv}

@@ -28,6 +28,7 @@ done
 cores=$SLURM_CPUS_ON_NODE
 processes=${NPROC:-${SLURM_GPUS_ON_NODE:-$cores}}
 export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
-unset OMP_PROC_BIND     # it binds all processes to one core
+unset OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY    # they bind all processes to one core
+echo "torchrun: $(type -P torchrun)"
 exec torchrun --nnodes="$nodes" --nproc-per-node="$processes" \
     --rdzv-backend=c10d --rdzv-endpoint="$endpoint" "$@"

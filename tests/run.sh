@@ -18,6 +18,7 @@
 #
 # Without VENV, slurm/create-venv.sh makes or updates .venv first.
 set -euo pipefail
+unset CDPATH    # cd could find another tests/..
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 quick=(

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from copies import make_copy
 from forked import train_to_end
+from launchers import run
 from recorder import use_small_model
 from scripts import SCRIPTS, load_script
 
@@ -88,7 +90,9 @@ NOTEBOOK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE
     (STEP | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, False, (5, 1, 8),
      "a step of srun in a shell that a notebook has left variables in"),
     (STEP | {"SLURM_PTY_PORT": "1"}, True, (0, 0, 1), "a shell of srun --pty: one process"),
-    (STEP | {"SLURM_PTY_PORT": "1"}, False, (5, 1, 8),
+    (STEP | {"SLURM_PTY_PORT": "1", "SLURM_TASK_PID": str(os.getsid(0))}, False, (0, 0, 1),
+     "nohup in a shell of srun --pty"),
+    (STEP | {"SLURM_PTY_PORT": "1", "SLURM_TASK_PID": str(os.getpid())}, False, (5, 1, 8),
      "a step that a shell of srun --pty has started, and that inherits SLURM_PTY_PORT"),
     (STEP | {"PMI_SIZE": "8", "PMIX_RANK": "5"}, False, (5, 1, 8), "a step of srun --mpi"),
     (TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, False, (2, 0, 4), "torchrun under mpirun"),
@@ -150,7 +154,41 @@ def test_jobs_and_steps_have_different_ports(environ):
         f"ports that may be the system's, or another connection's: {ports}")
 
 
+# ---- ports ----
+def test_mp_spawns_port_cannot_be_taken(tmp_path):
+    """Another program takes it, if it can, before the processes start."""
+    copy = make_copy("fashionmnist_ddp", tmp_path / "train.py", ('after "    pick_device(0)"', """
+        from contextlib import suppress
+        with suppress(OSError):
+            taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+        """))
+    status, text = run(copy, *"--fake-data 8 --epochs 1".split(), launcher="spawn", nproc=2)
+    assert status == 0, f"the port that mp.spawn's processes meet at was taken:\n{text}"
+
+
 # ---- GPUs ----
+@pytest.mark.parametrize("variables, terminal, refused, what", [
+    (STEP, False, True, "a step of srun"),
+    (STEP | NOTEBOOK, False, True, "a step of srun, with variables that a notebook left"),
+    (TORCHRUN, False, True, "torchrun"),
+    (STEP | {"SLURM_PTY_PORT": "1"} | TORCHRUN, True, True, "torchrun in a shell of srun --pty"),
+    (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, False, False, "a step of one task"),
+    (STEP | {"SLURM_PTY_PORT": "1"}, True, False, "python in a shell of srun --pty"),
+    (STEP | {"SLURM_PTY_PORT": "1", "SLURM_TASK_PID": str(os.getsid(0))}, False, False,
+     "nohup python in a shell of srun --pty"),
+], ids=str)
+def test_mnist_dp_is_one_process(environ, monkeypatch, variables, terminal, refused, what):
+    """Several would all train the same model."""
+    environ.update(variables)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: terminal)
+    try:
+        load_script("mnist_dp").pick_devices(None)
+        error = ""
+    except SystemExit as exit:
+        error = str(exit)
+    assert ("start one with python" in error) == refused, f"{what}: mnist_dp says {error!r}"
+
+
 def set_gpus(monkeypatch, count, usable):
     """Set the number of GPUs, and whether this PyTorch can use them."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
