@@ -84,7 +84,8 @@ CLASSES_OF_A_SET = {  # an unsorted set of names: their order differs in each pr
         labels = torch.tensor([number_of[name] for name in names]).repeat(10)
         images = torch.randint(256, (100, 1, 28, 28), dtype=torch.uint8)
         return (images, labels), (images, labels)"""),
-    "cifar10_ddp": ('after "classes = list("', 'classes = list({f"class {name}" for name in classes})'),
+    "cifar10_ddp": ('after "classes = list("',
+                    'classes = list({f"class {name}" for name in classes})'),
 }
 
 
@@ -161,6 +162,7 @@ LABELS = {  # of 4 samples
     "floats": torch.tensor([0.1, 0.2, 0.3, 0.9]),
     "bfloat16": torch.tensor([0.1, 0.2, 0.3, 0.9], dtype=torch.bfloat16),
     "bool": torch.tensor([True, False, True, True]),
+    "floats, some of them missing": torch.tensor([0.1, torch.nan, 0.3, 0.9]),
     "uint8": torch.tensor([3, 2, 1, 0], dtype=torch.uint8),
     "uint16": torch.tensor([3, 2, 1, 0], dtype=torch.uint16),
     "one-hot": torch.eye(4),
@@ -192,8 +194,8 @@ def test_a_run_that_ends_in_mid_epoch_is_saved_and_goes_on_to_the_last_step(scri
     """As with a flag --max-steps 5: an epoch has 3 steps."""
     last_log = {"cpu_ddp": 'after "dist.all_reduce(sums)"'}.get(
         script, 'before "test_loss, test_accuracy = evaluate("')
-    copy = make_copy(script, tmp_path / "train.py", ('after "step += 1"', "if step == 5:\n    break"),
-                     (last_log, "if step == 5:\n    break"))
+    leave = "if step == 5:\n    break"
+    copy = make_copy(script, tmp_path / "train.py", ('after "step += 1"', leave), (last_log, leave))
     flags = flags_of(script, "--checkpoint")
     train_to_end(script, *flags, tmp_path / "whole", nproc=2, setup=use_small_model)
     parts = tmp_path / "parts"
@@ -286,7 +288,8 @@ def test_dropout_is_on_in_training_whatever_mode_a_model_comes_in(script, mode, 
         assert steps == {expected}, (
             f"{script}: a model comes in {mode} mode: its dropout, and a frozen one, are on: "
             f"{steps} in three steps, not {expected}")
-        assert modes[-1] == (False, False), f"{script}: dropout is on in the evaluation: {modes[-1]}"
+        assert modes[-1] == (False, False), (
+            f"{script}: a model comes in {mode} mode: dropout is on in the evaluation: {modes[-1]}")
 
 
 class WithCount(FewPixels):
@@ -364,8 +367,6 @@ def test_a_huge_value_in_one_sample_is_an_error_line_and_no_file(script, nproc, 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
 def test_sums_of_losses_in_bfloat16_are_exact(script):
     """Each sample's loss is 0.125: bfloat16 has 8 bits, and stops adding 1.5 at 384."""
-    samples = 6400
-
     def setup(module, rank):
         def loss_of(model, images, *_):
             loss = (0 * model(images.float()).sum() + 0.125 * len(images)).bfloat16()
@@ -374,7 +375,7 @@ def test_sums_of_losses_in_bfloat16_are_exact(script):
         use_small_model(module)
         setattr(module, "loss_of" if hasattr(module, "loss_of") else "loss_and_correct", loss_of)
 
-    end = train_to_end(script, SCRIPTS[script].data_flag, samples, "--batch-size", 12, "--epochs", 1,
+    end = train_to_end(script, SCRIPTS[script].data_flag, 6400, "--batch-size", 12, "--epochs", 1,
                        "--log-every", 0, *SCRIPTS[script].no_children, setup=setup)
     found = set(re.findall(r"(loss|accuracy) ([\d.]+)", end.text))
     wrong = {(name, value) for name, value in found if value != "0.1250"}

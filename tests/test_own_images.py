@@ -171,7 +171,7 @@ def test_a_drawing_on_transparent_ground_is_seen(script, tmp_path, mode, color):
     least, greatest = script.read_image(path, 64).convert("L").getextrema()
     assert greatest - least > 120, (
         f"{mode}: a drawing in {color} is read as levels from {least} to {greatest} of 255")
-    shape = Image.composite(Image.new("L", (64, 64), color), Image.new("L", (64, 64), "gray"), alpha)
+    shape = Image.composite(*(Image.new("L", (64, 64), name) for name in (color, "gray")), alpha)
     found = difference(path, shape, script)
     assert found <= 2, f"{mode}: a drawing in {color} differs by {found} levels from one on gray"
 
