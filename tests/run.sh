@@ -53,4 +53,5 @@ if [[ -z ${VENV:-} ]]; then
     VENV=.venv
     bash slurm/create-venv.sh
 fi
+export CI="${CI:-true}"  # pytest then does not cut off the reasons at the end of its output
 exec "$VENV/bin/python" -m pytest -rfEs "${quick[@]}" "$@"

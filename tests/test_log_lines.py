@@ -1,7 +1,8 @@
 """What is printed is true: each number is computed a second time, from the model's outputs.
 
-5 epochs of 5 steps, in two parts per process. Shares of 16 and 15 samples. A clock that the test owns makes a step
-take 2 seconds on rank 0 and 3 on rank 1. Runs with checkpoints are resumed after step 7.
+5 epochs of 5 steps; in those with checkpoints, shares of 16 and 15 samples in two parts. A clock
+that the test owns makes a step take 2 seconds on rank 0 and 3 on rank 1. Runs with checkpoints are
+resumed after step 7.
 """
 
 import argparse
