@@ -31,6 +31,8 @@ LONG = "--epochs 40 --samples 256 --save-every 1000 --log-every 0"
 # What a notebook leaves in the shell.
 LEFT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost",
         "MASTER_PORT": 9994}
+# What a module may set.
+BINDING = {"OMP_PROC_BIND": "true", "GOMP_CPU_AFFINITY": "0"}
 
 # What takes the place of torchrun and python: it writes to a file what its task was given. When all
 # tasks have, the last one fails. The others would go on. (Slurm may lose what they print.)
@@ -38,7 +40,7 @@ SHOW = """
 file=$0-$SLURM_JOB_ID-
 cores=$(env --unset=OMP_NUM_THREADS nproc)
 echo "cores $cores, threads $OMP_NUM_THREADS, GPUs ${CUDA_VISIBLE_DEVICES:-none}," \\
-    "binding ${OMP_PROC_BIND:-none}: ${0##*/} $*" >"$file.$SLURM_PROCID"
+    "binding ${OMP_PROC_BIND:-}${GOMP_CPU_AFFINITY:-none}: ${0##*/} $*" >"$file.$SLURM_PROCID"
 mv "$file.$SLURM_PROCID" "$file$SLURM_PROCID"
 if ((SLURM_PROCID < SLURM_STEP_NUM_TASKS - 1)); then
     sleep 90 && echo "goes on without another task"
@@ -81,33 +83,57 @@ COPIES = {  # file: of which script, and the edit
 
 
 # --- the files ---
-def parts(name):
-    """Return the parts of an sbatch file: options, set-up, launch and, if any, requeueing."""
-    return (ROOT / f"slurm/{name}.sbatch").read_text().split("\n\n")
+def text_of(file):
+    """Return the text of a file of slurm/ without blank lines."""
+    return re.sub(r"\n\n+", "\n", (ROOT / "slurm" / file).read_text())
+
+
+def part(text, first, last):
+    """Return the part of a text from the line that begins with first to the end of last."""
+    found = re.search(f"^{re.escape(first)}.*?{re.escape(last)}\n", text, re.MULTILINE | re.DOTALL)
+    assert found, f"no part from {first!r} to {last!r} in:\n{text}"
+    return found[0]
+
+
+UNSET = "OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY"
+ENVIRONMENT = part(text_of("cifar10.sbatch"), "# The first that has", "\ndone")
+OTHERS = part(text_of("cifar10.sbatch"), "# sbatch typed in", UNSET)
+CORES = part(text_of("synthetic.sbatch"), "cores=", "processes=${NPROC:-${gpus:-$cores}}")
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_files_differ_only_in_name_script_and_launch(name):
     common = []
     for file in (name, "cifar10"):
-        options, set_up, launch, requeue = parts(file)
-        options = re.findall(r"^#SBATCH --(?!job-name|cpus-per-task).*", options, re.MULTILINE)
-        command = re.search(r"^srun .*?(?= --ntasks)", launch, re.MULTILINE).group()
+        text = text_of(f"{file}.sbatch")
+        options = re.findall(r"^#SBATCH --(?!job-name|cpus-per-task).*", text, re.MULTILINE)
+        set_up = part(text, "die()", UNSET)
+        command = part(text, "srun ", "").split(" --ntasks")[0]
+        requeue = part(text, "# srun was stopped", "\nexit 1")
         common.append([*options, *set_up.splitlines(), command, *requeue.splitlines()])
     assert common[0] == common[1], f"{name}.sbatch and cifar10.sbatch: copy the change to all"
 
 
-ENVIRONMENT, OTHERS = re.search(r"(# The first that has.*?done\n)cores=.*?\n(# sbatch typed.*)",
-                                parts("cifar10")[1], re.DOTALL).groups()
-
-
 @pytest.mark.parametrize("file, lines", [
     *[(f"{name}.sbatch", lines) for name in PLAIN for lines in (ENVIRONMENT, OTHERS)],
+    ("cifar10.sbatch", CORES),
     ("ddp-worker-node.sh", ENVIRONMENT),
 ])
 def test_set_up_of_other_files_is_the_same(file, lines):
-    text = (ROOT / "slurm" / file).read_text()
-    assert lines in text, f"{file} has not these lines of cifar10.sbatch:\n{lines}"
+    assert lines in text_of(file), f"{file} has not these lines of other files:\n{lines}"
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(name):
+    """It kills its processes when its own limit is over, Slurm when the time limit is."""
+    text = text_of(f"{name}.sbatch")
+    notice = int(re.search(r"^#SBATCH --signal=TERM@(\d+)", text, re.MULTILINE)[1])
+    waits = [int(limit) for limit in re.findall(r"SHUTDOWN_TIMEOUT=(\d+)", text)]
+    assert len(waits) == text.count(" torchrun --nnodes"), (
+        f"{name}.sbatch: torchrun kills after 30 s what saves")
+    for wait in waits:
+        assert notice - 60 <= wait < notice, (
+            f"{name}.sbatch: a run has {notice} s to save, and torchrun waits for {wait} s of them")
 
 
 @pytest.mark.parametrize("used, variables, others", [
@@ -143,10 +169,15 @@ def prepare(lab):
     for name, (script, *edit) in COPIES.items():
         make_copy(script if script in SCRIPTS else lab.folder / script, lab.folder / name, edit)
     (lab.folder / "mine/beside.py").touch()
+    if sys.version_info >= (3, 11):  # where jobs are submitted: nothing imports them
+        for module in ("beside", "queue"):
+            (lab.folder / f"{module}.py").write_text("raise SystemExit('imported by mistake')")
     (lab.folder / ".venv").symlink_to(sys.prefix)
     for name in ("torchrun", "python"):
         write_program(lab.folder / "show/bin" / name, SHOW)
     write_program(lab.folder / "pyxis/srun", PYXIS)
+    write_program(lab.folder / "mute/squeue", "exit 1")
+    write_program(lab.folder / "mute/sleep", "")
     write_program(lab.folder / "smi/nvidia-smi", '[[ $# = 0 ]] || { echo "$*"; sleep 1234; }')
 
 
@@ -178,7 +209,7 @@ class Given(NamedTuple):
 
 
 def task(cores, threads, gpus, program):
-    """Return the line of a task. OMP_PROC_BIND, which binds to one core, is unset."""
+    """Return the line of a task. What binds all processes to one core is unset."""
     return f"cores {cores}, threads {threads}, GPUs {gpus}, binding none: {program} "
 
 
@@ -197,29 +228,35 @@ def image(name):
 GIVEN = {
     # each file
     **{name: Given(f"--nodes=2 {ONE_GPU} slurm/{name}.sbatch",
-                   task(2, 2, 0, TORCHRUN.format(2, 1)), 2)
+                   task(2, 1, 0, TORCHRUN.format(2, 3)), 2, NPROC)
        for name in ("cifar10", "cpu", "synthetic")},
     "cifar10-srun": Given(f"--nodes=2 {ONE_GPU} slurm/cifar10-srun.sbatch",
-                          task(2, 2, 0, r"python /.*/cifar10-srun-\d+.py --checkpoint"), 2),
+                          task("[12]", 1, 0, r"python /.*/cifar10-srun-\d+.py --checkpoint"), 6,
+                          NPROC),
     "cpu-container": Given(f"--nodes=2 {ONE_GPU} slurm/cpu-container.sbatch",
-                           task(2, 2, 0, TORCHRUN.format(2, 1)), 2, {"PATH": f"pyxis{PATH}"}),
+                           task(2, 1, 0, TORCHRUN.format(2, 3)), 2,
+                           {"PATH": f"pyxis{PATH}", **NPROC}),
     "fashionmnist": Given(f"{ONE_GPU} slurm/fashionmnist.sbatch",
-                          task(2, 2, 0, r"python /.*/fashionmnist-\d+.py --nproc 1"), 1,
-                          {"PATH": f"smi{PATH}", "CHECKPOINT": "watched.pt"}),
+                          task(2, 1, 0, r"python /.*/fashionmnist-\d+.py --nproc 3"), 1,
+                          {"PATH": f"smi{PATH}", "CHECKPOINT": "watched.pt", **NPROC}),
     "mnist": Given("--exclusive slurm/mnist.sbatch --epochs 3",
                    task(2, 2, "0,1", "python mnist_dp/train.py --epochs 3").strip()),
-    # NPROC
-    **{f"{name} NPROC": Given(f"--nodes=2 --exclusive slurm/{name}.sbatch",
-                              task(2, 1, "0,1", TORCHRUN.format(2, 3)), 2, NPROC)
-       for name in ("cifar10", "cpu", "synthetic")},
-    "cifar10-srun NPROC": Given("--nodes=2 --exclusive slurm/cifar10-srun.sbatch",
-                                task("[12]", 1, "0,1", "python"), 6, NPROC),
-    "cpu-container NPROC": Given("--nodes=2 --exclusive slurm/cpu-container.sbatch",
-                                 task(2, 1, "0,1", TORCHRUN.format(2, 3)), 2,
-                                 {"PATH": f"pyxis{PATH}", **NPROC}),
-    "fashionmnist NPROC": Given("--exclusive slurm/fashionmnist.sbatch",
-                                task(2, 1, "0,1", "python /.* --nproc 3"), 1, NPROC),
     # other options
+    **{f"{name} without options": Given(f"slurm/{name}.sbatch", task(2, 1, "none", program),
+                                        nodes="c1,c2", variables=variables)
+       for name, program, variables in (("synthetic", TORCHRUN.format(1, 2), {}),
+                                        ("cpu-container", TORCHRUN.format(1, 2),
+                                         {"PATH": f"pyxis{PATH}"}))},
+    "two cores for one process": Given(
+        f"{ONE_GPU} slurm/cifar10.sbatch",
+        f"torchrun: /.*/show/bin/torchrun$|{task(2, 2, 0, TORCHRUN.format(1, 1))}", 2),
+    "--export": Given("--export=VIRTUAL_ENV slurm/cifar10.sbatch",
+                      "sbatch --export=VIRTUAL_ENV: .*CHECKPOINT=",
+                      variables={"CHECKPOINT": "lost.pt"}),
+    "--export=ALL,": Given("-c2 --export=ALL,NPROC=3 slurm/cifar10.sbatch",
+                           "sbatch --export|" + task(2, 1, "none", TORCHRUN.format(1, 3))),
+    "squeue never answers": Given("slurm/cifar10.sbatch", "error: squeue ",
+                                  variables={"PATH": f"mute{PATH}"}),
     "one core": Given("slurm/cifar10.sbatch", "One core and no GPU|" +
                       task(1, 1, "none", TORCHRUN.format(1, 1)), 2, nodes=ONE_CORE),
     **{f"{name} on one core": Given(f"-c1 slurm/{name}.sbatch", task(1, 1, "none", program),
@@ -258,7 +295,7 @@ def given_jobs(lab):
     """The ids of the jobs of GIVEN. A test waits for its own."""
     (lab.folder / "my.img").touch()
     (lab.folder / "watched-gpu.log").write_text("of the first start\n")
-    usual = {"VIRTUAL_ENV": lab.folder / "show", "OMP_PROC_BIND": "true"}
+    usual = {"VIRTUAL_ENV": lab.folder / "show", **BINDING}
     return {name: lab.sbatch(row.command, row.nodes, row.inside, **usual, **row.variables)
             for name, row in GIVEN.items()}
 
@@ -311,7 +348,7 @@ def test_log_of_gpus_is_continued_and_ends_with_the_job(lab, given_jobs):
 def test_terminal_is_given(lab, variables, shown):
     output = lab.sh(f"{variables} srun -c2 bash slurm/ddp-master-node.sh || "
                     'cat "$(ls -t show/bin/torchrun-* | head -n 1)"',
-                    env={"VIRTUAL_ENV": lab.folder / "show", "OMP_PROC_BIND": "true"})
+                    env={"VIRTUAL_ENV": lab.folder / "show", **BINDING})
     assert re.search(f"^{shown}", output, re.MULTILINE), f"not {shown!r}:\n{output}"
 
 
@@ -361,20 +398,21 @@ def lost_node(lab):
 
 
 def time_limit(lab):
-    """Stops 35 s after the signal (torchrun's own limit is 30). The checkpoint is a link.
+    """Two of them. The run stops 35 s after the signal (torchrun's own limit is 30).
 
-    Meanwhile, the script is edited: only a new job runs that.
+    The checkpoint is a link. Meanwhile, the script is edited: only a new job runs that.
     """
     (lab.folder / "link.pt").symlink_to(lab.root / "scratch disk.pt")
     command = f"slurm/cpu.sbatch {LONG}"
-    variables = {"SCRIPT": "mine/slow.py", "CHECKPOINT": "link.pt", "SLOW_STARTS": 1}
+    variables = {"SCRIPT": "mine/slow.py", "CHECKPOINT": "link.pt", "SLOW_STARTS": 2}
     job = lab.sbatch(command, "c10", STOP_SECONDS=35, **variables)
-    wait_for_steps(lab, job)
-    (lab.folder / "mine/slow.py").write_text("raise SystemExit('edited')")
-    lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
-    lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
-    lab.sh(f"scontrol update job={job} TimeLimit=30")
-    assert_resumed(lab, job, 1, "link.pt")
+    for number in (1, 2):
+        wait_for_steps(lab, job, restarts=number - 1)
+        (lab.folder / "mine/slow.py").write_text("raise SystemExit('edited')")
+        lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
+        lab.wait_for(job, f"requeued {number} times", lambda: lab.restarts(job) == number)
+        lab.sh(f"scontrol update job={job} TimeLimit=30")
+    assert_resumed(lab, job, 2, "link.pt")
     job = lab.sbatch(command, "c10", **variables)
     lab.wait_for_state(job, "FAILED")
     assert "edited" in lab.output(job), f"a new job runs the old script:\n{lab.output(job)}"
@@ -529,6 +567,37 @@ def test_job_trains(lab, trained_jobs, name):
     assert lab.restarts(job) == 0, f"{name}: the job was requeued:\n{output}"
 
 
+# --- what is left on a disk ---
+@pytest.mark.parametrize("suffix, state, shown", [
+    (".py", "COMPLETED", "epoch 4/4"),
+    (".pt", "FAILED", "error: .*CHECKPOINT="),
+])
+def test_files_of_another_cluster_are_not_taken(lab, suffix, state, shown):
+    """Its jobs had the same numbers. With its checkpoint, nothing would be trained."""
+    job = lab.sbatch(f"--hold slurm/cpu.sbatch {LINEAR}")
+    old = lab.folder / f"cpu-{job}{suffix}"
+    old.write_text("print('old code')")
+    lab.sh(f"scontrol release {job}")
+    lab.wait_for_state(job, state)
+    output = lab.output(job)
+    assert re.search(shown, output), f"with an old cpu-{job}{suffix}, no {shown!r}:\n{output}"
+    assert "old code" not in output, f"an old cpu-{job}.py was run:\n{output}"
+
+
+def test_requeued_after_a_full_disk_it_trains(lab):
+    """At the first start, the disk has no room for the code."""
+    (lab.folder / "small").mkdir()
+    mount = f"mount -t tmpfs -o size=4k tmpfs '{lab.folder}/small'"
+    lab.machines["c1"].exec(mount)
+    command = f"--output=full.out slurm/cpu.sbatch {LINEAR}"
+    job = lab.sbatch(command, "c1", CHECKPOINT="small/run.pt")
+    lab.wait_for_state(job, "FAILED")
+    assert "No space left" in lab.output(job), f"the disk is not full:\n{lab.output(job)}"
+    lab.machines["c1"].exec(f"{mount} -o remount,size=10m")
+    lab.sh(f"scontrol requeue {job}")
+    lab.wait_for(job, "trained", lambda: "epoch 4/4" in lab.output(job))
+
+
 # --- terminals ---
 def test_two_terminals_train_together(lab):
     """The first prints a command; run on another node, it joins. NPROC is for both."""
@@ -553,6 +622,8 @@ TRAIN = f".venv/bin/python cpu_ddp/train.py {LINEAR}"
     ("salloc --nodes=2 --ntasks-per-node=2", f"srun {TRAIN}", 4),
     # bash ends at once in the task that has no terminal
     ("srun --ntasks=2 --pty ./shell", f"[[ ! -t 0 ]] || {TRAIN}", 1),
+    ("srun --ntasks=2 --pty ./shell", f"[[ ! -t 0 ]] || {TRAIN} </dev/null", 1),  # as by nohup
+    ("srun --ntasks=2 --pty ./shell", f"[[ ! -t 0 ]] || srun --overlap {TRAIN}", 2),
 ])
 def test_python_in_a_terminal_is_one_run(lab, allocation, command, processes):
     """The command is the shell of an allocation."""
