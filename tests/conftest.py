@@ -1,7 +1,9 @@
-"""Options of the kill tests, and what may be skipped."""
+"""Options of the kill tests, what may be skipped, and what a machine could not run."""
 
 import os
 import random
+from collections import defaultdict
+from pathlib import Path
 
 import launchers  # noqa: F401  finds the GPUs before they are hidden
 import pytest
@@ -25,3 +27,17 @@ def pytest_runtest_makereport():
     if os.environ.get("NO_SKIPS") and report.skipped and "GPU" not in str(report.longrepr):
         report.outcome = "failed"
         report.longrepr = f"may not be skipped here: {report.longrepr}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print once for each reason which files have tests that this machine could not run."""
+    files = defaultdict(set)
+    for report in terminalreporter.getreports("skipped"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        files[reason].add(Path(report.nodeid.split("::")[0]).name)
+    if files:
+        terminalreporter.section("not run on this machine")
+    for reason, names in sorted(files.items()):
+        terminalreporter.write_line(f"{reason}\n    for tests of {', '.join(sorted(names))}")
+    if any("apt-get" in reason for reason in files):
+        terminalreporter.write_line("As root on Debian, .ci/run installs these packages and runs all tests.")

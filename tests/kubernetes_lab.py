@@ -23,8 +23,8 @@ from typing import NamedTuple
 from scripts import ROOT
 from slurm_lab import Machine, Network
 
-TOOLS = ["buildah", "podman", "runc", "debootstrap", "ip", "yq", "etcd"]
-PACKAGES = "buildah podman runc debootstrap iproute2 yq etcd-server"
+TOOLS = ["buildah", "podman", "runc", "debootstrap", "ip", "etcd"]
+PACKAGES = "buildah podman runc debootstrap iproute2 etcd-server"
 DEBIAN_OF_PYTHON = {(3, 11): "bookworm", (3, 13): "trixie"}  # base and tests need the same Python
 SITE_PACKAGES = next(path for path in sys.path if (Path(path) / "torch").is_dir())
 BORROWED = f"{SITE_PACKAGES}:/opt/borrowed:ro"
@@ -107,6 +107,8 @@ def pods_of(document):
     spec = document["spec"]
     if kind == "Service":
         return []
+    if kind == "Pod":
+        return [PodSpec(name, spec, {})]
     if kind == "Deployment":  # its pod gets the name of its Service, which is the same
         return [PodSpec(name, spec["template"]["spec"], {})]
     if kind == "PyTorchJob":
@@ -222,6 +224,14 @@ class Pod:
                 source = f"type=bind,source={self.cluster.claim}"
             options += ["--mount", f'{source},destination={mount["mountPath"]}']
         return PODMAN_RUN + options + images()[container["image"]] + container.get("args", [])
+
+    def runs(self):
+        return subprocess.run(["podman", "exec", self.container, "true"],
+                              capture_output=True).returncode == 0
+
+    def exec(self, *command, **options):
+        """Run a command in the container and return its output."""
+        return sh("podman", "exec", "--interactive", self.container, *command, **options)
 
     def kill_worker(self):
         """Kill a training process, a child of torchrun."""

@@ -16,14 +16,11 @@ ENROOT = """
 printf %s "$4" >"$3"
 [[ $4 != podman://* ]] || docker rm container
 """
-OFFICIAL = "docker://" + lab.OFFICIAL_IMAGE.removeprefix("docker.io/")
 
 
 @pytest.mark.parametrize("end, arguments, files", [
-    ("exit 0", [], {"pytorch.sqsh": OFFICIAL}),
     ("", ["podman://ddp:1", "mine.sqsh"], {"pytorch.sqsh": "old", "mine.sqsh": "podman://ddp:1"}),
-    ("exit 1", [], {"pytorch.sqsh": "old"}),
-    ("kill -TERM $PPID; sleep 1", [], {"pytorch.sqsh": "old"}),
+    ("kill -TERM $PPID; sleep 1", [], {"pytorch.sqsh": "old", "mine.sqsh": "old"}),
 ])
 def test_an_enroot_image_is_imported_and_replaces_the_old_one_once_it_is_complete(
         end, arguments, files, tmp_path):
@@ -32,12 +29,13 @@ def test_an_enroot_image_is_imported_and_replaces_the_old_one_once_it_is_complet
     work = tmp_path / "work"
     work.mkdir()
     (work / "pytorch.sqsh").write_text("old")
+    (work / "mine.sqsh").write_text("old")
     command = ["bash", ROOT / "containers/create-enroot-image.sh", *arguments]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True,
                           env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
     written = {path.name: path.read_text() for path in work.iterdir()}
     assert written == files, f"the folder is to hold {files}, not {written}:\n{done.stderr}"
-    succeeds = end in ("", "exit 0")
+    succeeds = not end
     assert (done.returncode == 0) == succeeds, f"exit status {done.returncode}:\n{done.stderr}"
 
 
@@ -52,6 +50,25 @@ def test_a_container_requests_no_gpus_where_the_job_has_none(gpus, shown, tmp_pa
                           capture_output=True, text=True)
     assert done.stdout.split()[-1:] == [shown], (
         f"with {gpus or 'no'} GPUs, NVIDIA_VISIBLE_DEVICES is to be {shown}:\n{done}")
+
+
+def test_one_official_image_is_imported_and_is_what_a_job_starts():
+    """And the page shows its version of PyTorch."""
+    script = (ROOT / "containers/create-enroot-image.sh").read_text()
+    sbatch = (ROOT / "slurm/cpu-container.sbatch").read_text()
+    job = (ROOT / "containers/kubernetes/job.yaml").read_text()
+    page = (ROOT / "containers/README.md").read_text()
+    (imported,) = re.findall(r"\$\{1:-docker://(\S+)\}", script)
+    (started,) = re.findall(r"image: docker\.io/(\S+)", job)
+    official = lab.OFFICIAL_IMAGE.removeprefix("docker.io/")
+    assert {imported, started} == {official}, (
+        f"imported: {imported}, in job.yaml: {started}, in the Dockerfile: {official}")
+    shown = re.findall(r"pytorch:(\d[\d.]+)-|\| torch (\S+) \|", page)
+    versions = {"".join(version) for version in shown}
+    assert versions == set(re.findall(r":([\d.]+)-", official)), f"the page shows {versions}"
+    (written,) = re.findall(r"\$\{2:-(\S+)\}", script)
+    (read,) = re.findall(r"\$\{IMAGE:-(\S+)\}", sbatch)
+    assert written == read, f"{written} is written, and cpu-container.sbatch reads {read}"
 
 
 def test_the_dockerfile_has_the_arguments_of_the_page():

@@ -102,12 +102,6 @@ def test_venv_that_does_not_work_is_not_ready(project, finished, change):
     assert_is_not_ready(project / "slurm/create-venv.sh")
 
 
-def test_conda_environment_that_was_copied_is_not_ready(project, finished, tmp_path):
-    write_program(tmp_path / "miniforge3/bin/conda", CONDA)
-    shutil.copytree(finished, project / ".conda", symlinks=True)
-    assert_is_not_ready(project / "slurm/create-conda-env.sh")
-
-
 def test_venv_is_not_ready_if_its_package_is_on_pythonpath(project, wheels, tmp_path):
     shutil.unpack_archive(wheels / "tiny-1.0-py3-none-any.whl", tmp_path / "site", "zip")
     os.environ["PYTHONPATH"] = str(tmp_path / "site")
@@ -118,7 +112,7 @@ def assert_is_not_ready(script):
     (script.parent / "requirements.txt").write_text("tiny==1.0\n")
     done = bash(script)
     assert done.returncode != 0, f"{script.name} calls it ready:\n{done.stdout}"
-    assert re.search("^error: .*delete .*/\\.(venv|conda)", done.stderr, re.MULTILINE), (
+    assert re.search("^error: .*delete .*/\\.venv", done.stderr, re.MULTILINE), (
         f"no error line that names the folder to delete:\n{done.stderr}")
 
 

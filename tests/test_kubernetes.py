@@ -20,7 +20,10 @@ ETCD = {"RDZV_BACKEND": "etcd"}
 # The templates of the table of fields, and what is exported for them.
 TEMPLATES = {"job": {}, "pytorchjob": {}, "pytorchjob with etcd": ETCD, "trainjob": {}}
 REQUIRED = {"IMAGE_URI": lab.OUR_IMAGE, "CLAIM_NAME": "fsx-claim"}
-needs_yq = pytest.mark.skipif(not shutil.which("yq"), reason="requires apt-get install yq")
+# Debian's yq takes jq's options. Another program has this name, too.
+HAS_YQ = shutil.which("yq") and subprocess.run(["yq", "--slurp", "."], input=b"{}",
+                                               capture_output=True).returncode == 0
+needs_yq = pytest.mark.skipif(not HAS_YQ, reason="requires Debian's yq: apt-get install yq")
 
 
 def render(template, path=os.environ["PATH"], **variables):
@@ -30,17 +33,28 @@ def render(template, path=os.environ["PATH"], **variables):
         capture_output=True, text=True, env={"PATH": str(path), **variables})
 
 
+def text_of(manifest, **variables):
+    """Return the text of a manifest: FILE.yaml, or the name of a template, which is rendered."""
+    if manifest.endswith(".yaml"):
+        return (FOLDER / manifest).read_text()
+    done = render(manifest, **REQUIRED, **variables)
+    assert done.returncode == 0, f"render.sh {manifest} failed:\n{done.stderr}"
+    return done.stdout
+
+
+def values(pattern, text):
+    """Return what the group of the pattern matches, wherever it does, as numbers if it can be."""
+    found = re.findall(pattern, text)
+    assert found, f"nothing matches {pattern}"
+    return [int(value) if value.isdecimal() else value for value in found]
+
+
 def documents_of(manifest, changes=(), **variables):
     """Return the documents of a manifest (FILE.yaml, or the name of a template, to be rendered).
 
     changes: pairs of texts, the first of which is replaced by the second.
     """
-    if manifest.endswith(".yaml"):
-        text = (FOLDER / manifest).read_text()
-    else:
-        done = render(manifest, **REQUIRED, **variables)
-        assert done.returncode == 0, f"render.sh {manifest} failed:\n{done.stderr}"
-        text = done.stdout
+    text = text_of(manifest, **variables)
     for old, new in changes:
         assert old in text, f"{manifest} has no {old}"
         text = text.replace(old, new)
@@ -85,7 +99,108 @@ def test_the_readme_explains_every_variable_and_its_default():
             assert default.strip("`") == printed[name], f"{name} is {printed[name]} by default"
 
 
-# --- the manifests ---
+# --- numbers and paths that have to fit each other ---
+TRAINING = ["job.yaml", "job", "pytorchjob", "trainjob"]
+
+
+@pytest.mark.parametrize("manifest", TRAINING)
+def test_kubernetes_kills_a_pod_after_torchrun_has_waited_for_it_to_save(manifest):
+    text = text_of(manifest)
+    (grace,) = values(r"terminationGracePeriodSeconds: (\d+)", text)
+    (saving,) = values(r'TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "(\d+)"', text)
+    assert saving + 5 <= grace, (
+        f"torchrun gives processes {saving} s to save, Kubernetes kills the pod after {grace} s")
+
+
+@pytest.mark.parametrize("manifest", ["job.yaml", "job"])
+def test_pods_wait_for_longer_than_a_pod_on_a_lost_node_takes_to_be_replaced(manifest):
+    (waiting,) = values(r"read_timeout=(\d+)", text_of(manifest))
+    lost = 50 + 300  # until the node is not ready, and its pods are evicted
+    assert waiting > lost, f"pods wait {waiting} s for pod 0, which takes {lost} s on a lost node"
+
+
+def test_the_pods_of_job_yaml_fit_its_cpus_and_the_output_on_the_page():
+    text = text_of("job.yaml")
+    pods = values(r"(?:completions: |parallelism: |--nnodes=)(\d+)", text)
+    assert len(pods) == 3 and len(set(pods)) == 1, (
+        f"completions, parallelism and --nnodes are {pods}: not all pods would train together")
+    (processes,) = values(r"--nproc-per-node=(\d+)", text)
+    (threads,) = values(r'OMP_NUM_THREADS, value: "(\d+)"', text)
+    (cpus,) = values(r'limits: {cpu: "(\d+)"', text)
+    assert processes * threads == cpus, (
+        f"{processes} processes of {threads} threads are to use {cpus} CPUs")
+    (epochs,) = values(r"--epochs=(\d+)", text)
+    shown = re.search(r"^world size (\d+), threads (\d+) .* global batch (\d+) of (\d+) samples "
+                      r".* to (\d+)\n(?:.*\n)*?epoch (\d+)/", README, re.M)
+    world_size, shown_threads, batch, samples, steps, shown_epochs = map(int, shown.groups())
+    assert world_size == pods[0] * processes, f"the page shows {world_size} processes"
+    assert shown_threads == threads, f"the page shows {shown_threads} threads, not {threads}"
+    assert shown_epochs == epochs, f"the page shows {shown_epochs} epochs, not {epochs}"
+    assert steps == epochs * samples // batch, f"the page shows {steps} steps"
+
+
+def test_numbers_that_the_page_explains_are_those_of_the_manifests():
+    """The page names them as `NAME=NUMBER` or `NAME: NUMBER`."""
+    explained = {name: int(number) for name, number in
+                 re.findall(r"`-*([\w-]+)(?:=|: )(\d+)`", README)}
+    text = text_of("job.yaml") + text_of("job")
+    for name in ("backoffLimitPerIndex", "max-restarts", "epochs",
+                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        found = set(values(rf'{name}(?:=|: |, value: ")(\d+)', text))
+        assert found == {explained.get(name)}, (
+            f"{name} is {found} in the manifests of a Job, {explained.get(name)} on the page")
+
+
+@pytest.mark.parametrize("manifest", [*TRAINING, "files"])
+def test_pods_run_as_the_user_of_the_image(manifest):
+    (user,) = values(r"--uid (\d+)", lab.DOCKERFILE.read_text())
+    found = values(r"(?:runAsUser|runAsGroup|fsGroup): (\d+)", text_of(manifest))
+    assert found == [user] * 3, f"user, group and fsGroup are {found}, the image has user {user}"
+
+
+@pytest.mark.parametrize("manifest", ["job", "pytorchjob", "trainjob", "files"])
+def test_data_and_checkpoints_are_on_the_volume_and_scripts_in_the_image(manifest):
+    text = text_of(manifest)
+    (volume,) = values(r"- {name: fsx, mountPath: (\S+)}", text)
+    written = re.findall(r"cd (\S+) &&|--checkpoint=(\S+)/|files:(/[^/\s]*)",
+                         text + (README if manifest == "files" else ""))
+    folders = {"".join(folder) for folder in written}
+    assert folders == {volume}, f"{volume} is the volume, and files are written to {folders}"
+    image = set(values(r"(?:COPY .* \.|WORKDIR) (\S+)", lab.DOCKERFILE.read_text()))
+    scripts = set(re.findall(r"(/\S+)/cpu_ddp/train\.py", text)) or image
+    assert scripts == image, f"the image has the scripts in {image}, a pod looks in {scripts}"
+
+
+def test_etcd_is_where_a_job_looks_for_it_and_says_so_itself():
+    """The address that etcd advertises is the one to which clients turn after their first request.
+
+    (python-etcd does so if it is told to reconnect.)
+    """
+    job = text_of("pytorchjob", **ETCD)
+    (host,) = values(r"rdzvHost: (\S+)", job)
+    (port,) = values(r"rdzvPort: (\d+)", job)
+    service, deployment = text_of("etcd.yaml").split("\n---\n")
+    (name,) = values(r"\n  name: (\S+)", service)
+    assert name == host, f"the job looks for {host}, the Service is called {name}"
+    ports = values(r"port: (\d+)", service + deployment)
+    ports += values(r"--listen-client-urls=\S+:(\d+)", deployment)
+    assert set(ports) == {port}, f"the job looks for port {port}; Service, probe, server: {ports}"
+    advertised = values(r"--advertise-client-urls=(\S+)", deployment)
+    assert advertised == [f"http://{host}:{port}"], f"etcd advertises {advertised}"
+
+
+def test_a_second_render_differs_by_nothing_but_the_id_of_the_rendezvous():
+    """etcd does not accept that of a finished one."""
+    templates = ("job", "files", "pytorchjob", "trainjob")
+    first = [line for name in templates for line in text_of(name, **ETCD).splitlines()]
+    time.sleep(1.1)
+    second = [line for name in templates for line in text_of(name, **ETCD).splitlines()]
+    changed = [old for old, new in zip(first, second, strict=True) if old != new]
+    assert len(changed) == 1 and "rdzvId: " in changed[0], (
+        f"a second render is to change the id of the rendezvous alone, not {changed}")
+
+
+# --- what is exported, and what the manifests say then ---
 class Case(NamedTuple):
     """What is exported before render.sh, and what the manifest is to say then."""
     variables: dict
@@ -116,6 +231,55 @@ CASES = {
                       "WORKERS_PER_NODE": "8", "CPU_PER_NODE": "32"},
                      "mnist_dp", "mnist-dp", "", 1, 1, 32, 32, 8, "4Gi"),
 }
+
+
+def fields_of_a_pod(case):
+    """Return by the path of a field its value, and why."""
+    void = None if case.gpus else "void"
+    return {
+        "container/image": (lab.OUR_IMAGE, "IMAGE_URI"),
+        "container/resources/limits": ({"cpu": str(case.cpu), "memory": case.memory,
+                                        "nvidia.com/gpu": str(case.gpus)}, "what a pod has"),
+        "container/env/OMP_NUM_THREADS/value": (f"0{case.threads}", "processes share the CPUs"),
+        "container/env/NVIDIA_VISIBLE_DEVICES/value": (void, "void where there are no GPUs; else "
+                                                       "Kubernetes sets it"),
+        "volumes/fsx/persistentVolumeClaim/claimName": ("fsx-claim", "CLAIM_NAME"),
+        "script": (f"/workspace/{case.script}/train.py{case.flags}", "SCRIPT, JOB_NAME, ARGS"),
+    }
+
+
+def fields_of_a_job(case):
+    return {
+        "spec/completions": (case.nodes, "pods"),
+        "spec/parallelism": (case.nodes, "all pods run at once"),
+        "--nnodes": (str(case.nodes), "pods"),
+        "--nproc-per-node": (str(case.workers), "processes of a pod"),
+        "--rdzv-endpoint": (f"{case.name}-0.{case.name}:29500", "the name of pod 0"),
+    }
+
+
+def fields_of_a_pytorchjob(case, host, port, restarts, backend="c10d"):
+    return NO_OPTIONS | {
+        "spec/nprocPerNode": (str(case.workers), "processes of a pod"),
+        "spec/elasticPolicy/rdzvBackend": (backend, "RDZV_BACKEND"),
+        "spec/elasticPolicy/rdzvHost": (host, "where the pods meet"),
+        "spec/elasticPolicy/rdzvPort": (port, "where the pods meet"),
+        "spec/elasticPolicy/maxReplicas": (case.nodes, "pods"),
+        "spec/elasticPolicy/maxRestarts": (restarts, "lost pods that it survives"),
+        "spec/runPolicy/backoffLimit": (20 * case.nodes, "20 restarts per pod, as the page says"),
+        "spec/pytorchReplicaSpecs/Worker/replicas": (case.nodes, "pods"),
+    }
+
+
+def fields_of_a_trainjob(case):
+    return NO_OPTIONS | {
+        "spec/trainer/numNodes": (case.nodes, "pods"),
+        "spec/trainer/numProcPerNode": (case.workers, "processes of a pod"),
+        "spec/runtimePatches/0/manager": (f"user.example/{case.name}", "Trainer requires it"),
+    }
+
+
+NO_OPTIONS = {"options": (set(), "options of torchrun replace the operator's variables")}
 RESTRICTED = {
     "securityContext/runAsNonRoot": (True, "restricted clusters admit no root"),
     "securityContext/seccompProfile/type": ("RuntimeDefault", "restricted clusters require it"),
@@ -123,92 +287,31 @@ RESTRICTED = {
                                    "capabilities": {"drop": ["ALL"]}},
                                   "restricted clusters require it"),
 }
-
-
-def fields_of_a_pod(case):
-    """Return by the path of a field its value, and why."""
-    void = None if case.gpus else "void"
-    return RESTRICTED | {
-        "terminationGracePeriodSeconds": (120, "time to save in"),
-        "securityContext/runAsUser": (1001, "the user of the image"),
-        "securityContext/runAsGroup": (1001, "the group of the image"),
-        "securityContext/fsGroup": (1001, "the user may write to the volume"),
-        "securityContext/fsGroupChangePolicy": ("OnRootMismatch", "a large volume takes hours"),
-        "container/image": (lab.OUR_IMAGE, "IMAGE_URI"),
-        "container/command": (["sh", "-c"], "args is a line of shell"),
-        "container/resources/limits": ({"cpu": str(case.cpu), "memory": case.memory,
-                                        "nvidia.com/gpu": str(case.gpus)}, "what a pod has"),
-        "container/env/OMP_NUM_THREADS/value": (f"0{case.threads}", "processes share the CPUs"),
-        "container/env/TORCH_ELASTIC_SHUTDOWN_TIMEOUT/value": ("110", "not 30 s, to save in"),
-        "container/env/NVIDIA_VISIBLE_DEVICES/value": (void, "void where there are no GPUs; else "
-                                                       "Kubernetes sets it"),
-        "container/volumeMounts/fsx/mountPath": ("/fsx", "data and checkpoints"),
-        "container/volumeMounts/shm/mountPath": ("/dev/shm", "64 MiB are too few for NCCL"),
-        "volumes/fsx/persistentVolumeClaim/claimName": ("fsx-claim", "CLAIM_NAME"),
-        "volumes/shm/emptyDir/medium": ("Memory", "shared memory is memory"),
-    }
-
-
-OWN_STORE = {"container/env/TORCH_DISABLE_SHARE_RDZV_TCP_STORE/value": (
-    "1", "torchrun's store keeps addresses of lost processes")}
-
-
-def torchrun_of_a_job(case):
-    return (f"exec torchrun --nnodes={case.nodes} --nproc-per-node={case.workers} "
-            "--max-restarts=3 --rdzv-backend=c10d "
-            f"--rdzv-endpoint={case.name}-0.{case.name}:29500 "
-            "--rdzv-conf=is_host=$((JOB_COMPLETION_INDEX == 0)),read_timeout=600")
-
-
-def fields_of_a_job(case):
-    command = f"cd /fsx && {torchrun_of_a_job(case)} /workspace/{case.script}/train.py{case.flags}"
-    return OWN_STORE | {
+ON_A_VOLUME = {"securityContext/fsGroupChangePolicy": (
+    "OnRootMismatch", "Kubernetes walks through a large volume for hours")}
+SHARED_MEMORY = {
+    "container/volumeMounts/shm/mountPath": ("/dev/shm", "64 MiB are too few for NCCL"),
+    "volumes/shm/emptyDir/medium": ("Memory", "shared memory is memory"),
+}
+# What Kubernetes and the operators require, and no story below would miss.
+REQUIRED_FIELDS = {
+    "job": {
         "spec/completionMode": ("Indexed", "each pod has a number, and pod 0 a name"),
-        "spec/completions": (case.nodes, "pods"),
-        "spec/parallelism": (case.nodes, "all pods run at once"),
-        "spec/backoffLimitPerIndex": (3, "a lost pod is replaced three times"),
         "spec/maxFailedIndexes": (0, "a pod that fails for good ends the job"),
         "spec/successPolicy": ({"rules": [{"succeededIndexes": "0"}]},
                                "a pod that is lost after the last step fails no complete job"),
-        "spec/template/spec/subdomain": (case.name, "the Service gives the pods their names"),
-        "restartPolicy": ("Never", "failed pods stay, with their logs"),
-        "command line": (command, "each pod starts torchrun, and waits 10 minutes for pod 0"),
-    }
-
-
-def fields_of_a_pytorchjob(case, host, port, restarts, backend="c10d"):
-    command = f"cd /fsx && exec torchrun /workspace/{case.script}/train.py{case.flags}"
-    return OWN_STORE | {
-        "spec/nprocPerNode": (str(case.workers), "processes of a pod"),
-        "spec/elasticPolicy/rdzvBackend": (backend, "RDZV_BACKEND"),
-        "spec/elasticPolicy/rdzvHost": (host, "where the pods meet"),
-        "spec/elasticPolicy/rdzvPort": (port, "where the pods meet"),
-        "spec/elasticPolicy/minReplicas": (1, "it goes on with one pod"),
-        "spec/elasticPolicy/maxReplicas": (case.nodes, "pods"),
-        "spec/elasticPolicy/rdzvConf": ([{"key": "last_call_timeout", "value": "300"}],
-                                        "it waits 5 minutes for a pod"),
-        "spec/elasticPolicy/maxRestarts": (restarts, "lost pods that it survives"),
-        "spec/runPolicy/backoffLimit": (20 * case.nodes, "20 restarts per pod"),
-        "spec/pytorchReplicaSpecs/Worker/replicas": (case.nodes, "pods"),
+    },
+    "pytorchjob": {
         "spec/pytorchReplicaSpecs/Worker/restartPolicy": ("OnFailure", "containers restart"),
         "container/name": ("pytorch", "the operator finds it by this name"),
-        "command line": (command, "options would replace the operator's variables"),
-    }
-
-
-def fields_of_a_trainjob(case):
-    command = f"cd /fsx && exec torchrun /workspace/{case.script}/train.py{case.flags}"
-    patch = "spec/runtimePatches/0"
-    job = f"{patch}/trainingRuntimeSpec/template/spec/replicatedJobs/node"
-    return {
+    },
+    "trainjob": {
         "spec/runtimeRef/name": ("torch-distributed", "the runtime"),
-        "spec/trainer/numNodes": (case.nodes, "pods"),
-        "spec/trainer/numProcPerNode": (case.workers, "processes of a pod"),
-        f"{patch}/manager": (f"user.example/{case.name}", "Trainer requires it"),
-        f"{job}/name": ("node", "Trainer finds it by this name"),
+        "spec/runtimePatches/0/trainingRuntimeSpec/template/spec/replicatedJobs/node/name": (
+            "node", "Trainer finds it by this name"),
         "container/name": ("node", "Trainer finds it by this name"),
-        "command line": (command, "options would replace the operator's variables"),
-    }
+    },
+}
 
 
 def field(node, path):
@@ -222,12 +325,19 @@ def field(node, path):
     return node
 
 
+def launch_of(container):
+    """Return torchrun's options by name, the set of these names, and the script with its flags."""
+    command = " ".join("".join(container.get("args", [])).split())
+    launcher, start, script = command.partition("/workspace/")
+    options = dict(re.findall(r"(--[\w-]+)[= ](\S+)", launcher))
+    return options | {"options": set(options), "script": start + script}
+
+
 def assert_fields(documents, needed):
     """The last document, its pods, or their container have the fields that are needed."""
     pod = lab.pods_of(documents[-1])[0].spec
     (container,) = pod["containers"]
-    command = " ".join("".join(container.get("args", [])).split())
-    places = documents[-1] | pod | {"container": container, "command line": command}
+    places = documents[-1] | pod | {"container": container} | launch_of(container)
     found = {path: field(places, path) for path in needed}
     wrong = [f"{path}: {found[path]!r}, not {value!r}: {why}"
              for path, (value, why) in needed.items() if found[path] != value]
@@ -237,7 +347,7 @@ def assert_fields(documents, needed):
 @needs_yq
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_has_the_fields_that_it_needs(template, case):
+def test_what_is_exported_is_in_the_manifest(template, case):
     special = {
         "job": fields_of_a_job(case),
         "pytorchjob": fields_of_a_pytorchjob(case, f"{case.name}-worker-0", 23456, 10),
@@ -251,28 +361,16 @@ def test_a_template_has_the_fields_that_it_needs(template, case):
 
 
 @needs_yq
-def test_job_yaml_has_the_fields_that_it_needs():
-    case = Case({}, workers=2)
-    command = (f"{torchrun_of_a_job(case)} /script/train.py --epochs=200 "
-               "--checkpoint=/checkpoint/cpu-ddp.pt")
-    needed = fields_of_a_pod(case) | fields_of_a_job(case) | {
-        "container/image": (lab.OFFICIAL_IMAGE, "an image that everybody has"),
-        "container/env/OMP_NUM_THREADS/value": ("1", "two processes share two CPUs"),
-        "container/resources/limits": ({"cpu": "2", "memory": "4Gi"}, "what a pod has"),
-        "volumes/script/configMap/name": ("cpu-ddp", "what kubectl create configmap makes"),
-        "container/volumeMounts/script/mountPath": ("/script", "train.py"),
-        "container/volumeMounts/checkpoint/mountPath": ("/checkpoint", "the checkpoint"),
-        "command line": (command, "each pod starts torchrun, and waits 10 minutes for pod 0"),
-    }
-    for path in ("volumes/fsx/persistentVolumeClaim/claimName",
-                 "container/volumeMounts/fsx/mountPath", "securityContext/fsGroupChangePolicy"):
-        del needed[path]  # it has no volume
-    assert_fields(documents_of("job.yaml"), needed)
-
-
-@needs_yq
-def test_etcd_is_restricted():
-    assert_fields(documents_of("etcd.yaml"), RESTRICTED)
+@pytest.mark.parametrize("manifest, needed", {
+    "job.yaml": SHARED_MEMORY | REQUIRED_FIELDS["job"],
+    "job": SHARED_MEMORY | REQUIRED_FIELDS["job"] | ON_A_VOLUME,
+    "pytorchjob": SHARED_MEMORY | REQUIRED_FIELDS["pytorchjob"] | ON_A_VOLUME,
+    "trainjob": SHARED_MEMORY | REQUIRED_FIELDS["trainjob"] | ON_A_VOLUME,
+    "files": ON_A_VOLUME,
+    "etcd.yaml": {},
+}.items(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_manifest_has_what_clusters_require(manifest, needed):
+    assert_fields(documents_of(manifest), RESTRICTED | needed)
 
 
 @needs_yq
@@ -284,14 +382,6 @@ def test_the_service_gives_the_pods_of_a_job_their_names(manifest):
     name = service["metadata"]["name"]
     subdomain = job["spec"]["template"]["spec"]["subdomain"]
     assert name == subdomain, f"pods are in the subdomain {subdomain}, their Service is {name}"
-
-
-@needs_yq
-def test_a_rendezvous_has_an_id_of_its_own():
-    """etcd does not accept that of a finished one."""
-    (job,) = documents_of("pytorchjob", **ETCD)
-    number = job["spec"]["elasticPolicy"]["rdzvId"].removeprefix("cpu-ddp-")
-    assert abs(int(number) - time.time()) < 100, f"{number} is not the time of rendering"
 
 
 # --- running, with the image of the Dockerfile ---
@@ -369,6 +459,19 @@ def assert_goes_on(cluster, pod):
     assert pod.failures == 0, f"the other pod is not to restart:\n{cluster.report()}"
 
 
+def files_are_copied_through_a_pod(cluster):
+    """Onto the volume and from it, as kubectl cp does: by tar in the pod."""
+    (pod,) = cluster.apply(documents_of("files"))
+    cluster.wait_until("the pod to run", pod.runs)
+    name = "slurm/requirements.txt"
+    text = (ROOT / name).read_text()
+    pod.exec("tar", "-xmf", "-", "-C", "/fsx", input=lab.sh("tar", "-cf", "-", "-C", ROOT, name))
+    found = (cluster.claim / name).read_text()
+    assert found == text, f"the volume has another {name}:\n{found}"
+    archive = pod.exec("tar", "-cf", "-", f"/fsx/{name}")
+    assert text in archive, f"what comes back is not {name}:\n{archive}"
+
+
 def trainjob_trains(cluster):
     pods = cluster.apply(documents_of("trainjob", SCRIPT="fashionmnist_ddp",
                                       ARGS="--fake-data --epochs=1"))
@@ -380,7 +483,7 @@ def trainjob_trains(cluster):
 
 STORIES = {function.__name__: function for function in (
     job_without_a_claim, pytorchjob_goes_on_without_a_lost_pod, job_with_a_claim,
-    with_etcd_any_pod_may_be_lost, trainjob_trains)}
+    with_etcd_any_pod_may_be_lost, trainjob_trains, files_are_copied_through_a_pod)}
 
 
 @pytest.fixture(scope="module")
@@ -399,6 +502,7 @@ def running(request, tmp_path_factory):
 
 
 @pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
+@needs_yq
 @pytest.mark.parametrize("name", STORIES)
 def test_story(running, name):
     running[name].result()
