@@ -18,6 +18,7 @@ from image_folder import write_images
 from launchers import clean_environment
 from recorder import Recorder, record_small_model, use_small_model
 from scripts import ROOT, SCRIPTS, load_script
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 FLAGS = ("--fake-data", 96, "--batch-size", 8, "--epochs")
 TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
@@ -28,21 +29,26 @@ BEFORE_RESTORE = 'before "step = restore("'
 BEFORE_EPOCHS = 'before "for epoch in range(max("'
 BEFORE_LAST_LINE = 'before "test loss {test_loss"'
 AFTER_LAST_LINE = 'after "test loss {test_loss"'
+CIFAR10 = "cifar10_ddp/README.md"
+MAKE_IT_YOURS = "fashionmnist_ddp/make-it-yours.md"
 BLOCKS = {
-    "cpu_ddp": [("single process", None)],  # see test_single_to_ddp.py
-    "cifar10_ddp": [
+    "cpu_ddp/README.md": [("single process", None)],  # see test_single_to_ddp.py
+    CIFAR10: [
         ("damaged images", None),
         ("own data set", None),
         ("write shards", None),
         ("shards", None),
         ("last layer first", None),
         ("last layer first", 'before "optimizer.zero_grad()"'),
-        ("use the weights", None),
     ],
-    "fashionmnist_ddp": [
+    MAKE_IT_YOURS: [
         ("own tensors", None),
+        ("table", None),
         ("validation set", None),
+        ("weighted sampling", 'instead of "order = torch.randperm("'),
+        ("class weights", None),
         ("clipping", 'before "optimizer.step()"'),
+        ("skipped steps", 'instead of "optimizer.step()"'),
         ("compile", 'before "ddp_model = DDP"'),
         ("state", None),
         ("best weights", BEFORE_RESTORE),
@@ -54,30 +60,37 @@ BLOCKS = {
         ("F1", None),
         ("F1", 'before "return loss, (logits"'),
         ("F1", BEFORE_LAST_LINE),
+        ("AUC", None),
+        ("AUC", 'before "return loss, (logits"'),
+        ("AUC", BEFORE_LAST_LINE),
         ("TensorBoard", BEFORE_EPOCHS),
         ("TensorBoard", BEFORE_LAST_LINE),
+        ("use the weights of tensors", None),
+        ("use the weights of images", None),
     ],
 }
 both_scripts = pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
 
 
-def code_blocks(folder):
-    """Return the Python blocks of a folder's page."""
-    page = (ROOT / folder / "README.md").read_text()
-    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+def code_blocks(page):
+    """Return the Python blocks of a page, a path in the repository."""
+    text = (ROOT / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def edits(page, *names):
-    """Return the pairs (place, code) of the blocks with these names on a script's page."""
+    """Return the pairs (place, code) of the blocks with these names on a page."""
     return [(place, code) for (name, place), code in zip(BLOCKS[page], code_blocks(page))
             if name in names]
 
 
 @pytest.mark.parametrize("folder", [".", "containers", "slurm", "tests", *SCRIPTS])
 def test_each_block_of_code_is_tested(folder):
-    found = len(code_blocks(folder))
-    expected = len(BLOCKS.get(folder, []))
-    assert found == expected, f"{folder}/README.md has {found} blocks of code, tests run {expected}"
+    for path in (ROOT / folder).glob("*.md"):
+        page = str(path.relative_to(ROOT))
+        found = len(code_blocks(page))
+        expected = len(BLOCKS.get(page, []))
+        assert found == expected, f"{page} has {found} blocks of code, tests run {expected}"
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +100,12 @@ def empty_folder(tmp_path, monkeypatch):
 
 def copy_with(script, *names):
     """Write my.py, a copy of a script with the blocks of these names, and return its flags."""
-    page = "cifar10_ddp" if names[0] in dict(BLOCKS["cifar10_ddp"]) else "fashionmnist_ddp"
+    page = CIFAR10 if names[0] in dict(BLOCKS[CIFAR10]) else MAKE_IT_YOURS
     make_copy(script, "my.py", *edits(page, *names))
     return SCRIPTS[script].no_children
 
 
-# ---- fashionmnist_ddp/README.md ----
+# ---- fashionmnist_ddp/make-it-yours.md ----
 def test_own_tensors_are_learned():
     for name, count in (("train.pt", 1024), ("test.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
@@ -104,14 +117,31 @@ def test_own_tensors_are_learned():
     assert accuracy > 0.8, f"the copy of the page does not learn its tensors:\n{text}"
 
 
+def test_a_table_is_learned():
+    """Its columns are of different sizes, and far from 0."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2000, 20, generator=generator)
+    table = torch.cat([300 + 100 * inputs, inputs[:, :3].argmax(1, keepdim=True)], 1)
+    rows = ["names", *[",".join(map(str, row)) for row in table.tolist()]]
+    Path("table.csv").write_text("\n".join(rows))
+    copy_with("fashionmnist_ddp", "own tensors", "table")
+    flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 3, "--checkpoint", "my.pt")
+    text = train_to_end("my.py", *flags, nproc=2).text
+    accuracy = float(re.findall(TEST_LINE, text)[-1][1])
+    assert accuracy > 0.8, f"the copy of the page does not learn its table:\n{text}"
+    settings = load_checkpoint("my.pt")["settings"]
+    assert settings["mean"] == pytest.approx(20 * [300], abs=15), (
+        f"the checkpoint must have the mean of each column, not {settings['mean']}")
+
+
 def test_the_validation_set_has_no_training_images():
-    """64 images to train on, and 5,000 to validate, with their numbers in two pixels."""
-    images = torch.zeros(5064, 28, 28, dtype=torch.uint8)
-    images[:, 0, 0] = torch.arange(5064) // 256
-    images[:, 0, 1] = torch.arange(5064) % 256
+    """A twelfth of 1,200 images, with their numbers in two pixels."""
+    images = torch.zeros(1200, 28, 28, dtype=torch.uint8)
+    images[:, 0, 0] = torch.arange(1200) // 256
+    images[:, 0, 1] = torch.arange(1200) % 256
     fashion_mnist = torch.utils.data.TensorDataset(images)
     fashion_mnist.data = images
-    fashion_mnist.targets = torch.arange(5064) % 10
+    fashion_mnist.targets = torch.arange(1200) % 10
 
     def setup(module, rank):
         module.FashionMNIST = lambda folder, train: fashion_mnist
@@ -122,12 +152,106 @@ def test_the_validation_set_has_no_training_images():
         return {256 * high + low for high, low in torch.cat(pixels).tolist()}
 
     copy_with("fashionmnist_ddp", "validation set")
-    flags = ("--fake-data", "--batch-size", 16, "--epochs", 1)
+    flags = ("--fake-data", "--batch-size", 10, "--epochs", 1)
     ranks = train_to_end("my.py", *flags, nproc=2, setup=setup).results
     trained = set.union(*[numbers(parts) for recorder in ranks for parts in recorder.steps])
     validated = set.union(*[numbers(recorder.evaluations[0]) for recorder in ranks])
     assert not trained & validated, "the copy of the page validates with images of the training"
-    assert len(trained | validated) == 5064, "the copy of the page does not use all images"
+    assert (len(trained), len(validated)) == (1100, 100), (
+        f"of 1,200 images, it trains on {len(trained)} and validates with {len(validated)}")
+
+
+def replace_labels(module, labels):
+    """Let the generated training images have these labels."""
+    fake_images = module.fake_images
+
+    def other_labels(*arguments):
+        (images, _), test_set = fake_images(*arguments)
+        return (images, labels), test_set
+
+    module.fake_images = other_labels
+
+
+def test_weighted_sampling_draws_each_class_as_often():
+    """Of 96 samples, 12 are of class 1, the others of class 0."""
+    def setup(module, rank):
+        replace_labels(module, (torch.arange(96) % 8 == 0).long())
+        return record_small_model(module, rank)
+
+    copy_with("fashionmnist_ddp", "weighted sampling")
+    ranks = train_to_end("my.py", *FLAGS, 4, nproc=2, setup=setup).results
+    drawn = torch.cat([part.batch[1] for recorder in ranks for parts in recorder.steps
+                       for part in parts])
+    part = drawn.double().mean().item()
+    assert part == pytest.approx(0.5, abs=0.1), f"{part:.0%} of the samples are of the rare class"
+
+
+def test_class_weights_have_the_mean_1_over_the_samples():
+    """By the line of the text and the block below it."""
+    text = (ROOT / MAKE_IT_YOURS).read_text()
+    (line,) = re.findall("`(args.class_weights = [^`]*)`", text)
+
+    def setup(module, rank):
+        weights = []
+        replace_labels(module, torch.arange(96) % 10)
+        load_data = module.load_data
+
+        def load_data_and_weights(args):
+            (x, y), test_set = load_data(args)
+            exec(line, {"args": args, "y": y})
+            return (x, y), test_set
+
+        module.load_data = load_data_and_weights
+        watch(module, "loss_and_correct", lambda model, images, labels: model.training and
+              weights.append(module.CLASS_WEIGHTS[labels]))
+        return weights
+
+    copy_with("fashionmnist_ddp", "class weights")
+    ranks = train_to_end("my.py", *FLAGS, 1, nproc=2, setup=setup).results
+    mean = torch.cat([part for weights in ranks for part in weights]).mean().item()
+    assert mean == pytest.approx(1, abs=1e-5), f"class weights have the mean {mean}"
+
+
+@both_scripts
+def test_shorter_epochs_are_trained_to_their_end_and_resumed(script, tmp_path):
+    """By the line of the text, with 2 of 6 steps in each of 3 epochs. Stopped in the second."""
+    page = (ROOT / MAKE_IT_YOURS).read_text()
+    (shorter,) = re.findall("`(steps_per_epoch = min[^`]*)`", page)
+    text = (ROOT / script / "train.py").read_text()
+    (line,) = re.findall(r"^    steps_per_epoch = .*\n(?=    total_steps)", text, re.MULTILINE)
+    shorter = shorter.replace("100", "2")
+    Path("my.py").write_text(text.replace(line, f"{line}    {shorter}\n"))
+    flags = (*FLAGS, 3, "--global-batch", 16, *SCRIPTS[script].no_children, "--checkpoint")
+    ranks = train_to_end("my.py", *flags, tmp_path / "whole", nproc=2, setup=record_small_model)
+    rates = [rates[0] for rates in ranks.results[0].rates]
+    assert len(rates) == 6 and rates[-1] < 0.3 * max(rates), (
+        f"in 3 epochs of 2 steps, the rates must fall towards 0, but are {rates}")
+    train_until("my.py", *flags, tmp_path / "parts", nproc=2, after=3, setup=use_small_model)
+    train_to_end("my.py", *flags, tmp_path / "parts", nproc=2, setup=use_small_model)
+    assert_equal(tmp_path / "whole", tmp_path / "parts")
+
+
+@both_scripts
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(script):
+    def setup(module, rank):
+        use_small_model(module)
+        steps = []
+        losses = []
+        loss_and_correct = module.loss_and_correct
+
+        def nan_in_the_second_step(model, *batch):
+            losses.append(model.training)
+            loss, correct = loss_and_correct(model, *batch)
+            return loss * (torch.nan if rank == 1 and len(losses) == 2 else 1), correct
+
+        module.loss_and_correct = nan_in_the_second_step
+        register_optimizer_step_post_hook(lambda *_: steps.append(len(losses)))
+        return steps
+
+    flags = copy_with(script, "skipped steps")
+    end = train_to_end("my.py", *FLAGS, 1, *flags, nproc=2, setup=setup)
+    assert end.results == 2 * [[1, 3, 4, 5, 6]], (
+        f"all ranks must skip the second step alone, but make {end.results}\n{end.text}")
 
 
 @both_scripts
@@ -273,6 +397,23 @@ def test_f1_is_that_of_the_test_images_of_all_ranks(script):
         f"F1 of the test images of all ranks is {expected}:\n{text}")
 
 
+@both_scripts
+def test_auc_is_that_of_the_test_images_of_all_ranks(script):
+    flags = copy_with(script, "AUC")
+    ranks, _, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=3, setup=record_small_model)
+    expected = []
+    for evaluations in zip(*(recorder.evaluations for recorder in ranks)):
+        parts = sum(evaluations, [])
+        scores = torch.cat([part.outputs for part in parts]).softmax(1)[:, 1].tolist()
+        labels = torch.cat([part.batch[-1] for part in parts]).tolist()
+        pairs = [(high > low) + (high == low) / 2 for high, label in zip(scores, labels)
+                 for low, other in zip(scores, labels) if label == 1 and other != 1]
+        expected.append(sum(pairs) / len(pairs))
+    printed = [float(number) for number in re.findall(r"^AUC ([\d.]+)$", text, re.MULTILINE)]
+    assert printed == pytest.approx(expected, abs=1e-4), (
+        f"AUC of class 1 in the test images of all ranks is {expected}:\n{text}")
+
+
 def test_tensorboard_gets_the_accuracies_that_rank_0_logs(monkeypatch):
     """A stand-in for the package tensorboard: its SummaryWriter prints."""
     def add_scalar(name, value, number):
@@ -288,21 +429,12 @@ def test_tensorboard_gets_the_accuracies_that_rank_0_logs(monkeypatch):
 
 
 # ---- cifar10_ddp/README.md ----
-def run_code(name, extra=""):
-    """Run a block that is no edit, at the top of the repository. Return what it prints."""
-    ((_, code),) = edits("cifar10_ddp", name)
-    process = subprocess.run([sys.executable, "-c", code + extra], capture_output=True, text=True,
-                             env=clean_environment(PYTHONPATH=ROOT))
-    assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
-    return process.stdout
-
-
 def test_all_damaged_images_are_printed():
     write_images(Path("DIR"), train=4, val=4)
     damaged = ["DIR/train/cat/0.png", "DIR/train/dog/1.jpg", "DIR/val/dog/1.jpg"]
     for path in damaged:
         Path(path).write_bytes(Path(path).read_bytes()[:200])
-    text = run_code("damaged images")
+    text = run_code(CIFAR10, "damaged images")
     found = sorted(re.findall(r"cannot read the image (DIR/\S+): ", text))
     assert found == damaged, f"damaged are {damaged}, but the page's code prints\n{text}"
 
@@ -326,7 +458,7 @@ def test_an_own_data_set_trains_as_the_folder_of_its_images(tmp_path):
 
 def test_shards_train_as_data_in_memory(tmp_path):
     """Files of 40 samples: 96 to train on, 24 to test on."""
-    ((_, code),) = edits("cifar10_ddp", "write shards")
+    ((_, code),) = edits(CIFAR10, "write shards")
     Path("shards").mkdir()
     sets = load_script("cifar10_ddp").fake_images(96, (3, 32, 32), 0)
     for (images, labels), name in zip(sets, ("train", "test")):
@@ -339,7 +471,7 @@ def test_shards_train_as_data_in_memory(tmp_path):
     flags = ("--batch-size", 8, "--epochs", 2, "--workers", 2, "--checkpoint")
     expected = train_to_end("cifar10_ddp", "--fake-data", 96, *flags, tmp_path / "memory", nproc=2,
                             setup=use_small_model).text
-    make_copy("cifar10_ddp", "my.py", ("", "import glob"), *edits("cifar10_ddp", "shards"))
+    make_copy("cifar10_ddp", "my.py", ("", "import glob"), *edits(CIFAR10, "shards"))
     text = train_to_end("my.py", *flags, tmp_path / "shards.pt", nproc=2,
                         setup=use_small_model).text
     assert re.findall(TEST_LINE, text) == re.findall(TEST_LINE, expected), (
@@ -383,6 +515,33 @@ def test_the_last_layer_trains_alone_in_the_first_epochs(nproc, tmp_path):
     assert_equal(tmp_path / "whole", tmp_path / "resumed")
 
 
+# ---- the weights: fashionmnist_ddp/make-it-yours.md ----
+def run_code(page, name, extra=""):
+    """Run a block that is no edit, as at the top of the repository. Return what it prints."""
+    ((_, code),) = edits(page, name)
+    process = subprocess.run([sys.executable, "-c", code + extra], capture_output=True, text=True,
+                             env=clean_environment(PYTHONPATH=ROOT))
+    assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
+    return process.stdout
+
+
+def test_the_weights_of_own_tensors_classify_as_in_the_run():
+    for name, count in (("train.pt", 512), ("test.pt", 200)):
+        inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
+        torch.save((inputs, inputs[:, :3].argmax(1)), name)
+    copy_with("fashionmnist_ddp", "own tensors")
+    flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 1, "--checkpoint", "my.pt")
+    text = train_to_end("my.py", *flags, nproc=2).text
+    found = re.findall(r"\d+", run_code(MAKE_IT_YOURS, "use the weights of tensors",
+                                        "torch.set_printoptions(threshold=1000)\n"
+                                        "print('all', model(inputs).argmax(1))").split("all")[1])
+    labels = torch.load("test.pt")[1]
+    accuracy = (torch.tensor(list(map(int, found))) == labels).double().mean().item()
+    expected = re.findall(TEST_LINE, text)[-1][1]
+    assert f"{accuracy:.4f}" == expected, (
+        f"by the page's code, the accuracy is {accuracy}, but in the run:\n{text}")
+
+
 MEANS = """
 from pathlib import Path
 results = []
@@ -405,7 +564,7 @@ def test_the_weights_classify_as_in_the_run(tmp_path):
     assert " 24 images in 2 classes " in text, f"it must train on DIR/train\n{text}"
     expected = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", text)[-1]
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
-    name, *means = run_code("use the weights", MEANS).split()
+    name, *means = run_code(MAKE_IT_YOURS, "use the weights of images", MEANS).split()
     assert name in ("cat", "dog"), f"the page's code prints the class of the image, not {name}"
     assert list(map(float, means)) == pytest.approx(list(map(float, expected)), abs=2e-4), (
         f"by the page's code, loss and accuracy of DIR/val are {means}, but in the run:\n{text}")
@@ -417,5 +576,5 @@ def test_the_weights_of_a_run_on_generated_images_classify():
                  8, "--image-size", 32, "--epochs", 1, "--workers", 0, "--checkpoint", "images.pt")
     write_images(Path("DIR"))
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
-    name = run_code("use the weights").strip()
+    name = run_code(MAKE_IT_YOURS, "use the weights of images").strip()
     assert re.fullmatch(r"\d", name), f"the page's code prints the class of the image, not {name}"
