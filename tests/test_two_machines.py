@@ -1,4 +1,4 @@
-"""README.md's command for two machines by hand, on two whose hosts files are Debian's.
+"""The command of cpu_ddp's page for two machines by hand, on two whose hosts files are Debian's.
 
 There, a machine's own name is 127.0.1.1, which other machines cannot reach.
 """
@@ -27,12 +27,12 @@ class Machines(Network):
 def test_two_machines_train_together(tmp_path):
     if reason := reason_to_skip():
         pytest.skip(reason)
-    section = (ROOT / "README.md").read_text().split("## Two machines by hand")[1]
+    section = (ROOT / "cpu_ddp/README.md").read_text().split("### Two machines by hand")[1]
     command = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]
     for old, new in [("--nproc-per-node=4", "--nproc-per-node=1"),
                      ("cifar10_ddp/train.py", f"{script_path('cpu_ddp')} --epochs 2"),
                      ("/shared/run.pt", str(tmp_path / "run.pt"))]:
-        assert command.count(old) == 1, f"README.md's command has no {old}:\n{command}"
+        assert command.count(old) == 1, f"the page's command has no {old}:\n{command}"
         command = command.replace(old, new)
     with booted(lambda root: Machines(root, 2)) as network:
         first, second = network.machines["c1"], network.machines["c2"]
