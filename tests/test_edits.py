@@ -89,15 +89,6 @@ def test_gradients_that_are_not_exchanged_are_an_error(script, mistake, tmp_path
     assert not (tmp_path / "run.pt").exists(), f"{script} has saved rank 0's weights\n{end.text}"
 
 
-@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
-def test_weights_that_are_not_finite_are_an_error_without_a_checkpoint(script):
-    flags = flags_of(script, *SCRIPTS[script].no_children, "--lr", "inf")
-    end = train_forked(script, *flags, nproc=2, setup=use_small_model)
-    for status in end.statuses:
-        assert "error: weights are not finite" in str(status), (
-            f"{script}: weights are not finite, and the run ends with {end.statuses}\n{end.text}")
-
-
 # ---- what is saved ----
 AVERAGE = [
     ('before "saved = {"', """

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from forked import signal_after, train_forked, train_to_end, train_until, watch
 from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 RESUMED = 7
 SMOOTHING = {"cifar10_ddp": 0.1, "fashionmnist_ddp": 0.1}  # of labels, in training
@@ -181,40 +182,33 @@ def test_synthetic_ddp_measures_a_model():
     4 images in 5 seconds; 1.2 million weights of 4 bytes.
     """
     def setup(module, rank):
-        gradients, events, tensors = [], [], []
+        gradients, events, inputs, types = [], [], [], []
         steps = [2 + 2 * rank, 3, 9, 1 + rank, 5 - rank, 7 - 2 * rank]
         seconds = [100, 100, 2, 2, 2, *steps]
 
         def clock():
             events.append("clock")
-            return sum(seconds[:len(gradients)])
+            return float(sum(seconds[:len(gradients)]))
 
         watch(torch.optim.SGD, "step", lambda optimizer: gradients.append(
             optimizer.param_groups[0]["params"][0].grad.sum().item()))
         watch(dist, "barrier", lambda *_: events.append("barrier"))
-        watch(module.F, "cross_entropy", lambda logits, *_: tensors.append(logits.dtype))
-        get_model = module.models.get_model
-
-        def get_watched_model(*arguments, **options):
-            model = get_model(*arguments, **options)
-            model.register_forward_pre_hook(lambda _, images: tensors.append(images[0].shape))
-            return model
-
-        module.models.get_model = get_watched_model
+        watch(module.F, "cross_entropy", lambda logits, *_: types.append(logits.dtype))
+        register_module_forward_pre_hook(lambda _, images: inputs.append(images[0].shape))
         module.time = argparse.Namespace(perf_counter=clock, sleep=time.sleep)
-        return gradients, events, tensors
+        return gradients, events, inputs, types
 
     ranks, _, text = train_to_end(
         "synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2,
         "--steps", 3, "--bf16", nproc=2, setup=setup)
-    (one, events, tensors), (other, *_) = ranks
+    (one, events, (shape, *_), types), (other, *_) = ranks
     exchanged = [before == after for before, after in zip(one, other)][5:]
     assert exchanged == 3 * [True, False], (
         f"of three pairs of steps, the first must exchange its gradients alone: {exchanged}")
     assert events[:33] == 11 * ["barrier", "clock", "clock"], (
         f"ranks must wait for each other before a step is timed, not {events}")
-    assert set(tensors) == {(2, 3, 64, 64), torch.bfloat16}, (
-        f"--image-size 64 --batch-size 2 --bf16 measures {set(tensors)}")
+    assert (shape, *set(types)) == ((2, 3, 64, 64), torch.bfloat16), (
+        f"--image-size 64 --batch-size 2 --bf16 measures images {shape} in {set(types)}")
     expected = (r"0\.8 images/s  step 5000\.0 ms, without exchange 3000\.0 ms  communication "
                 r"overhead 40\.0 %  gradients 4\.9 MB  peak memory of rank 0 (\d,)?\d\d\d MB")
     line = text.splitlines()[-1]
