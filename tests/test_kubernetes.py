@@ -500,8 +500,8 @@ def running(request, tmp_path_factory):
                for name in STORIES if f"test_story[{name}]" in chosen}
 
 
-@pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 @needs_yq
+@pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 @pytest.mark.parametrize("name", STORIES)
 def test_story(running, name):
     running[name].result()
