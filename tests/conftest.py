@@ -40,4 +40,4 @@ def pytest_terminal_summary(terminalreporter):
     for reason, names in sorted(files.items()):
         terminalreporter.write_line(f"{reason}\n    for tests of {', '.join(sorted(names))}")
     if any("apt-get" in reason for reason in files):
-        terminalreporter.write_line("As root on Debian, .ci/run installs it all and runs everything.")
+        terminalreporter.write_line("As root on Debian, .ci/run installs it and runs all tests.")
