@@ -293,24 +293,30 @@ SHARED_MEMORY = {
     "container/volumeMounts/shm/mountPath": ("/dev/shm", "64 MiB are too few for NCCL"),
     "volumes/shm/emptyDir/medium": ("Memory", "shared memory is memory"),
 }
-# What Kubernetes and the operators require, and no story below would miss.
-REQUIRED_FIELDS = {
-    "job": {
-        "spec/completionMode": ("Indexed", "each pod has a number, and pod 0 a name"),
-        "spec/maxFailedIndexes": (0, "a pod that fails for good ends the job"),
-        "spec/successPolicy": ({"rules": [{"succeededIndexes": "0"}]},
-                               "a pod that is lost after the last step fails no complete job"),
-    },
-    "pytorchjob": {
+OWN_STORE = {"container/env/TORCH_DISABLE_SHARE_RDZV_TCP_STORE/value": (
+    "1", "torchrun's store keeps addresses of lost processes")}
+JOB = RESTRICTED | SHARED_MEMORY | OWN_STORE | {
+    "spec/completionMode": ("Indexed", "each pod has a number, and pod 0 a name"),
+    "spec/maxFailedIndexes": (0, "a pod that fails for good ends the job"),
+    "spec/successPolicy": ({"rules": [{"succeededIndexes": "0"}]},
+                           "a pod that is lost after the last step fails no complete job"),
+}
+# What Kubernetes and the operators require, and the stories below would not all miss.
+REQUIREMENTS = {
+    "job.yaml": JOB,
+    "job": JOB | ON_A_VOLUME,
+    "pytorchjob": RESTRICTED | SHARED_MEMORY | OWN_STORE | ON_A_VOLUME | {
         "spec/pytorchReplicaSpecs/Worker/restartPolicy": ("OnFailure", "containers restart"),
         "container/name": ("pytorch", "the operator finds it by this name"),
     },
-    "trainjob": {
+    "trainjob": RESTRICTED | SHARED_MEMORY | ON_A_VOLUME | {
         "spec/runtimeRef/name": ("torch-distributed", "the runtime"),
         "spec/runtimePatches/0/trainingRuntimeSpec/template/spec/replicatedJobs/node/name": (
             "node", "Trainer finds it by this name"),
         "container/name": ("node", "Trainer finds it by this name"),
     },
+    "files": RESTRICTED | ON_A_VOLUME,
+    "etcd.yaml": RESTRICTED,
 }
 
 
@@ -361,16 +367,9 @@ def test_what_is_exported_is_in_the_manifest(template, case):
 
 
 @needs_yq
-@pytest.mark.parametrize("manifest, needed", {
-    "job.yaml": SHARED_MEMORY | REQUIRED_FIELDS["job"],
-    "job": SHARED_MEMORY | REQUIRED_FIELDS["job"] | ON_A_VOLUME,
-    "pytorchjob": SHARED_MEMORY | REQUIRED_FIELDS["pytorchjob"] | ON_A_VOLUME,
-    "trainjob": SHARED_MEMORY | REQUIRED_FIELDS["trainjob"] | ON_A_VOLUME,
-    "files": ON_A_VOLUME,
-    "etcd.yaml": {},
-}.items(), ids=lambda value: value if isinstance(value, str) else "")
-def test_a_manifest_has_what_clusters_require(manifest, needed):
-    assert_fields(documents_of(manifest), RESTRICTED | needed)
+@pytest.mark.parametrize("manifest", REQUIREMENTS)
+def test_a_manifest_has_what_clusters_require(manifest):
+    assert_fields(documents_of(manifest), REQUIREMENTS[manifest])
 
 
 @needs_yq
@@ -501,8 +500,8 @@ def running(request, tmp_path_factory):
                for name in STORIES if f"test_story[{name}]" in chosen}
 
 
-@pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 @needs_yq
+@pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 @pytest.mark.parametrize("name", STORIES)
 def test_story(running, name):
     running[name].result()
