@@ -400,7 +400,7 @@ def test_f1_is_that_of_the_test_images_of_all_ranks(script):
 @both_scripts
 def test_auc_is_that_of_the_test_images_of_all_ranks(script):
     flags = copy_with(script, "AUC")
-    ranks, _, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=3, setup=record_small_model)
+    ranks, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=3, setup=record_small_model)
     expected = []
     for evaluations in zip(*(recorder.evaluations for recorder in ranks)):
         parts = sum(evaluations, [])
