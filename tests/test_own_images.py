@@ -219,19 +219,6 @@ def test_image_that_cannot_be_read_is_named(script, tmp_path, name):
         f"the error must name the file: {end.value}")
 
 
-@pytest.mark.parametrize("orientation, turned", [(5, "TRANSPOSE"), (6, "ROTATE_90")])
-def test_photograph_is_upright(script, tmp_path, orientation, turned):
-    """A camera that was turned writes what EXIF says how to turn back."""
-    picture = gradient().crop((0, 0, 48, 64))
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    path = tmp_path / "image.jpg"
-    turned_picture = picture.transpose(Image.Transpose[turned])
-    turned_picture.save(path, exif=exif, quality=100, subsampling=0)
-    found = difference(path, picture, script)
-    assert found <= 4, f"a file with EXIF orientation {orientation} differs by {found} levels"
-
-
 # --- pretrained weights ---
 def test_ranks_start_from_pretrained_weights_and_a_resume_needs_no_file(folder, tmp_path):
     url = models.get_model_weights("squeezenet1_1").DEFAULT.url
