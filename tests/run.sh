@@ -37,6 +37,8 @@ quick=(
     tests/test_environment_variables.py
     tests/test_gpu.py
     tests/test_edits.py::test_gradients_that_are_not_exchanged_are_an_error
+    tests/test_edits.py::test_lower_epochs_than_done_are_an_error
+    tests/test_own_images.py::test_a_large_photograph_is_decoded_at_a_size_that_is_enough
     'tests/test_stop_and_resume.py::test_a_signal_to_one_process_stops_all[cpu_ddp-SIGTERM]'
     tests/test_stop_and_resume.py::test_all_ranks_use_the_flags_of_rank_0
 )
