@@ -143,12 +143,12 @@ def test_numbers_that_the_page_explains_are_those_of_the_manifests():
     """The page names them as `NAME=NUMBER` or `NAME: NUMBER`."""
     explained = {name: int(number) for name, number in
                  re.findall(r"`-*([\w-]+)(?:=|: )(\d+)`", README)}
-    text = text_of("job.yaml") + text_of("job")
-    for name in ("backoffLimitPerIndex", "max-restarts", "epochs",
+    text = text_of("job.yaml") + text_of("job") + text_of("pytorchjob")
+    for name in ("backoffLimitPerIndex", "max-restarts", "epochs", "last_call_timeout",
                  "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         found = set(values(rf'{name}(?:=|: |, value: ")(\d+)', text))
         assert found == {explained.get(name)}, (
-            f"{name} is {found} in the manifests of a Job, {explained.get(name)} on the page")
+            f"{name} is {found} in the manifests, {explained.get(name)} on the page")
 
 
 @pytest.mark.parametrize("manifest", [*TRAINING, "files"])
