@@ -38,6 +38,9 @@ quick=(
     tests/test_gpu.py
     tests/test_edits.py::test_gradients_that_are_not_exchanged_are_an_error
     tests/test_edits.py::test_lower_epochs_than_done_are_an_error
+    tests/test_kubernetes.py
+    --deselect=tests/test_kubernetes.py::test_story
+    tests/test_containers.py::test_one_official_image_is_imported_and_is_what_a_job_starts
     tests/test_own_images.py::test_a_large_photograph_is_decoded_at_a_size_that_is_enough
     'tests/test_stop_and_resume.py::test_a_signal_to_one_process_stops_all[cpu_ddp-SIGTERM]'
     tests/test_stop_and_resume.py::test_all_ranks_use_the_flags_of_rank_0
@@ -56,4 +59,4 @@ if [[ -z ${VENV:-} ]]; then
     bash slurm/create-venv.sh
 fi
 export CI="${CI:-true}"  # pytest then does not cut off the reasons at the end of its output
-exec "$VENV/bin/python" -m pytest -rfEs "${quick[@]}" "$@"
+exec "$VENV/bin/python" -m pytest -rfE "${quick[@]}" "$@"
