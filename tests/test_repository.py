@@ -131,3 +131,15 @@ def test_links_to_files_and_headings_exist(path):
         if not target.exists() or anchor and anchor not in anchors(target):
             broken.append(link)
     assert not broken, f"{name_of(path)} has links to no file or heading: {broken}"
+
+
+@pytest.mark.parametrize("path", tracked("*.md"), ids=name_of)
+def test_lines_of_pages_have_at_most_100_characters(path):
+    """But for tables, addresses, and output of programs in blocks of code."""
+    long = []
+    in_block = False
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        in_block ^= line.lstrip().startswith("```")
+        if len(line) > 100 and not (in_block or "://" in line or line.lstrip().startswith("|")):
+            long.append(number)
+    assert not long, f"{name_of(path)} has more than 100 characters in the lines {long}"
