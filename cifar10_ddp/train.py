@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT-0
 """Train an image classifier on CIFAR-10 or your own images with DistributedDataParallel (DDP).
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT-0
 """Train a linear model on generated data with DistributedDataParallel (DDP) on CPUs.
 

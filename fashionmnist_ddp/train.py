@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT-0
 """Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP), started by plain python.
 

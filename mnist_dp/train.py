@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT-0
 """Train a small CNN on MNIST with nn.DataParallel: one process, all GPUs of one machine.
 

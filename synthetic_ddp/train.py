@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: MIT-0
 """Train a small MLP on synthetic data with DistributedDataParallel (DDP), or measure a cluster.
 

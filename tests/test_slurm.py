@@ -169,9 +169,10 @@ def prepare(lab):
     for name, (script, *edit) in COPIES.items():
         make_copy(script if script in SCRIPTS else lab.folder / script, lab.folder / name, edit)
     (lab.folder / "mine/beside.py").touch()
-    if sys.version_info >= (3, 11):  # where jobs are submitted: nothing imports them
+    (lab.folder / "others").mkdir()
+    if sys.version_info >= (3, 11):
         for module in ("beside", "queue"):
-            (lab.folder / f"{module}.py").write_text("raise SystemExit('imported by mistake')")
+            (lab.folder / f"others/{module}.py").write_text("raise SystemExit('a wrong module')")
     (lab.folder / ".venv").symlink_to(sys.prefix)
     for name in ("torchrun", "python"):
         write_program(lab.folder / "show/bin" / name, SHOW)
@@ -400,11 +401,12 @@ def lost_node(lab):
 def time_limit(lab):
     """Two of them. The run stops 35 s after the signal (torchrun's own limit is 30).
 
-    The checkpoint is a link. Meanwhile, the script is edited: only a new job runs that.
+    The checkpoint is a link, in a folder with modules that the script does not mean. Meanwhile, the
+    script is edited: only a new job runs that.
     """
-    (lab.folder / "link.pt").symlink_to(lab.root / "scratch disk.pt")
+    (lab.folder / "others/link.pt").symlink_to(lab.root / "scratch disk.pt")
     command = f"slurm/cpu.sbatch {LONG}"
-    variables = {"SCRIPT": "mine/slow.py", "CHECKPOINT": "link.pt", "SLOW_STARTS": 2}
+    variables = {"SCRIPT": "mine/slow.py", "CHECKPOINT": "others/link.pt", "SLOW_STARTS": 2}
     job = lab.sbatch(command, "c10", STOP_SECONDS=35, **variables)
     for number in (1, 2):
         wait_for_steps(lab, job, restarts=number - 1)
@@ -412,7 +414,7 @@ def time_limit(lab):
         lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
         lab.wait_for(job, f"requeued {number} times", lambda: lab.restarts(job) == number)
         lab.sh(f"scontrol update job={job} TimeLimit=30")
-    assert_resumed(lab, job, 2, "link.pt")
+    assert_resumed(lab, job, 2, "others/link.pt")
     job = lab.sbatch(command, "c10", **variables)
     lab.wait_for_state(job, "FAILED")
     assert "edited" in lab.output(job), f"a new job runs the old script:\n{lab.output(job)}"
