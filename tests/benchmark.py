@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measure the speed of scripts beside their tutorials' loops, and beside computation alone.
 
     python tests/benchmark.py

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measure cifar10_ddp on one GPU: a tool, not a test. On a fast GPU it takes some 6 minutes.
 
     python tests/measure_gpu.py IMAGES.pt [OTHER]
