@@ -187,7 +187,8 @@ def test_an_opaque_picture_with_an_alpha_channel_keeps_its_colors(script, tmp_pa
 @pytest.mark.parametrize("sizes, accepted", [
     ([(64, 48)], True), ([(64, 48), (16, 12)], True), ([(64, 48), (31, 23), (8, 6)], True),
     ([(64, 48), (64, 48)], False), ([(64, 48), (63, 48)], False), ([(64, 48), (48, 64)], False),
-    ([(16, 12), (64, 48)], False), ([(64, 48), (16, 12), (64, 48)], False)])
+    ([(64, 48), (24, 24)], False), ([(16, 12), (64, 48)], False),
+    ([(64, 48), (16, 12), (64, 48)], False)])
 @pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
 def test_a_tiff_of_several_pages_is_refused_unless_they_are_smaller_copies(
         script, tmp_path, sizes, accepted, compression):
