@@ -361,7 +361,7 @@ def check_optimizers(saved):
         for group in getattr(part, "param_groups", []):
             if any(id(weight) not in known for weight in group["params"]):
                 sys.exit("error: the optimizer has weights that are not in the model: make them "
-                         "its parameters, or they are neither exchanged nor saved")
+                         "its parameters (or put a second model into saved)")
 
 
 def restore(checkpoint, settings, saved, total_steps):
