@@ -51,7 +51,7 @@ def parse_args(flags=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=128, help="images per process at once")
-    parser.add_argument("--global-batch", type=int, help="images per step; None: of all processes")
+    parser.add_argument("--global-batch", type=int, help="images per step of all processes")
     parser.add_argument("--model", default="resnet18", choices=models.list_models(module=models),
                         metavar="NAME", help="of torchvision.models; --lr suits resnet18")
     parser.add_argument("--pretrained", action="store_true", help="torchvision's weights")
@@ -177,7 +177,7 @@ def transforms(args, train_set):
 
 
 class Resize(v2.Resize):
-    """v2.Resize, which takes 20 us for an image that has the size already."""
+    """v2.Resize, which is slow for an image that has the size already."""
 
     def forward(self, *inputs):
         image = inputs[0]
@@ -223,7 +223,7 @@ def train(args):
 
     torch.manual_seed(args.seed)
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
-    if not model.training:  # Hugging Face's from_pretrained() returns it so
+    if not model.training:  # as from_pretrained() returns it. Other models may have frozen layers
         model.train()
     optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
@@ -250,7 +250,8 @@ def train(args):
                                batch_size=args.batch_size)
 
     signals = catch_signals()
-    speed = Speed(args.log_every)
+    first_step = step + 1
+    wait_seconds = 0.0  # for images
     saved_step, save_time = step, time.perf_counter()
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
@@ -267,10 +268,10 @@ def train(args):
             for part in range(parts):
                 before = time.perf_counter()
                 batch = next(loader)
-                speed.wait_seconds += time.perf_counter() - before
+                wait_seconds += time.perf_counter() - before
                 batch = [tensor.to(device, non_blocking=True) for tensor in batch]
                 seed_step(hash((args.seed, step, rank + part * world_size)), device)  # of dropout
-                # Exchange gradients once: no_sync() sets this, too, but would need the step twice
+                # Exchange gradients with the last part only. (no_sync() sets this, too.)
                 ddp_model.require_backward_grad_sync = part == parts - 1
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, *batch)
@@ -281,20 +282,26 @@ def train(args):
             optimizer.step()
             step += 1
 
-            if rank == 0 and speed.log_is_due(step):
+            now = time.perf_counter()
+            if step == first_step:  # it takes longer than others
+                start = log_time = now
+                wait_seconds = 0.0
+            elif rank == 0 and now - log_time >= args.log_every:
+                log_time = now
+                rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  accuracy {correct_sum / count:.4f}  "
-                    f"{speed.steps_per_second * global_batch:,.0f} images/s  "
-                    f"wait {100 * speed.wait:.0f} %  "
-                    f"{speed.time_left(total_steps - step)} left")
+                    f"{rate * global_batch:,.0f} images/s  "
+                    f"wait {100 * wait_seconds / (now - start):.0f} %  "
+                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
             if exchange:
                 exchange.wait()
             end_of_epoch = step % steps_per_epoch == 0
             if end_of_epoch:
                 check_weights(model)
-            due = end_of_epoch or time.perf_counter() - save_time >= 60 * args.save_every
+            due = end_of_epoch or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                saved_step, save_time = step, time.perf_counter()
+                saved_step, save_time = step, now
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -309,31 +316,6 @@ def train(args):
     if rank == 0 and args.checkpoint and step > saved_step:  # an edited loop has ended early
         save_checkpoint(args.checkpoint, saved, settings, step)
     close_group()
-
-
-class Speed:
-    """Steps per second since the first step, which takes longer than others. Says when to log."""
-
-    def __init__(self, log_every):
-        self.log_every = log_every  # seconds
-        self.first_step = None
-        self.wait_seconds = 0.0  # for images: train adds them up
-
-    def log_is_due(self, step):
-        """Return whether log_every seconds have passed. If so, compute the speed."""
-        now = time.perf_counter()
-        if self.first_step is None:
-            self.first_step, self.start, self.log_time = step, now, now
-            self.wait_seconds = 0.0
-        elif now - self.log_time >= self.log_every:
-            self.log_time = now
-            self.steps_per_second = (step - self.first_step) / (now - self.start)
-            self.wait = self.wait_seconds / (now - self.start)  # a part of the time
-            return True
-        return False
-
-    def time_left(self, steps):
-        return timedelta(seconds=round(steps / self.steps_per_second))
 
 
 def evaluate(model, batches, device):
@@ -650,7 +632,8 @@ def check_weights(model):
         extremes = torch.stack([weights, -weights])
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         if not extremes.isfinite().all():
-            sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+            sys.exit("error: weights are not finite: use a lower --lr (and another "
+                     "--checkpoint), or data without NaN")
         if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
@@ -666,7 +649,7 @@ def run_settings(args, **more):
     for name, value in json.loads(json.dumps(settings, default=str)).items():
         if (value == settings[name]) is not True:  # a resume could not compare it
             sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value
+        settings[name] = value  # a list for a tuple, a plain string for a kind of string
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, settings)
     different = [name for name in settings if any(other[name] != settings[name]
@@ -680,7 +663,8 @@ def run_settings(args, **more):
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
     if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+        sys.exit("error: weights are not finite: use a lower --lr (and another "
+                 "--checkpoint), or data without NaN")
     check_statistics(saved["model"])
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path

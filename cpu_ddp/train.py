@@ -43,7 +43,7 @@ def parse_args(flags=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per process at once")
-    parser.add_argument("--global-batch", type=int, help="samples per step; None: of all processes")
+    parser.add_argument("--global-batch", type=int, help="samples per step of all processes")
     parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
@@ -109,18 +109,19 @@ def train(args):
     # Each process computes its share of a batch in parts of at most --batch-size
     parts = len(range(rank, global_batch, world_size * args.batch_size))
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # again: the weights do not depend on what load_data draws
     model = build_model(args)
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = run_settings(args, samples=len(x), global_batch=global_batch)
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved, total_steps)
+    del checkpoint  # a second copy of weights and optimizer
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     log(f"world size {world_size}, threads {torch.get_num_threads()} | torch {torch.__version__} | "
         f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
     signals = catch_signals()
-    speed = Speed(args.log_every)
+    first_step = step + 1
     saved_step, save_time = step, time.perf_counter()
     for epoch in range(step // steps_per_epoch, args.epochs):
         # The order depends on seed and epoch only: a resumed run goes on where it stopped
@@ -138,7 +139,7 @@ def train(args):
             optimizer.zero_grad()
             for part in range(parts):
                 indices = batch[rank + part * world_size::parts * world_size]
-                # Exchange gradients once: no_sync() sets this, too, but would need the step twice
+                # Exchange gradients with the last part only. (no_sync() sets this, too.)
                 ddp_model.require_backward_grad_sync = part == parts - 1
                 loss = loss_of(ddp_model, x[indices], y[indices])
                 (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
@@ -147,18 +148,23 @@ def train(args):
             optimizer.step()
             step += 1
 
-            if rank == 0 and speed.log_is_due(step):
+            now = time.perf_counter()
+            if step == first_step:  # it takes longer than others
+                start = log_time = now
+            elif rank == 0 and now - log_time >= args.log_every:
+                log_time = now
+                rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  "
-                    f"{speed.steps_per_second * global_batch:,.0f} samples/s  "
-                    f"{speed.time_left(total_steps - step)} left")
+                    f"{rate * global_batch:,.0f} samples/s  "
+                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
             if exchange:
                 exchange.wait()
             if step % steps_per_epoch == 0:
                 check_weights(model)
-            due = step == total_steps or time.perf_counter() - save_time >= 60 * args.save_every
+            due = now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                saved_step, save_time = step, time.perf_counter()
+                saved_step, save_time = step, now
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -166,31 +172,9 @@ def train(args):
         sums = torch.tensor([loss_sum, count], dtype=torch.float64)
         dist.all_reduce(sums)  # of all processes
         log(f"epoch {epoch + 1}/{args.epochs}  loss {sums[0] / sums[1]:.4f}")
-    if rank == 0 and args.checkpoint and step > saved_step:  # an edited loop has ended early
+    if rank == 0 and args.checkpoint and step > saved_step:
         save_checkpoint(args.checkpoint, saved, settings, step)
     close_group()
-
-
-class Speed:
-    """Steps per second since the first step, which takes longer than others. Says when to log."""
-
-    def __init__(self, log_every):
-        self.log_every = log_every  # seconds
-        self.first_step = None
-
-    def log_is_due(self, step):
-        """Return whether log_every seconds have passed. If so, steps_per_second is new."""
-        now = time.perf_counter()
-        if self.first_step is None:
-            self.first_step, self.start, self.log_time = step, now, now
-        elif now - self.log_time >= self.log_every:
-            self.log_time = now
-            self.steps_per_second = (step - self.first_step) / (now - self.start)
-            return True
-        return False
-
-    def time_left(self, steps):
-        return timedelta(seconds=round(steps / self.steps_per_second))
 
 
 def form_group(args):
@@ -287,7 +271,8 @@ def check_weights(model):
         extremes = torch.stack([weights, -weights])
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         if not extremes.isfinite().all():
-            sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+            sys.exit("error: weights are not finite: use a lower --lr (and another "
+                     "--checkpoint), or data without NaN")
         if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
@@ -303,7 +288,7 @@ def run_settings(args, **more):
     for name, value in json.loads(json.dumps(settings, default=str)).items():
         if (value == settings[name]) is not True:  # a resume could not compare it
             sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value
+        settings[name] = value  # a list for a tuple, a plain string for a kind of string
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, settings)
     different = [name for name in settings if any(other[name] != settings[name]
@@ -317,7 +302,8 @@ def run_settings(args, **more):
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
     if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+        sys.exit("error: weights are not finite: use a lower --lr (and another "
+                 "--checkpoint), or data without NaN")
     check_statistics(saved["model"])
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path

@@ -45,7 +45,7 @@ def parse_args(flags=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
     parser.add_argument("--batch-size", type=int, default=64, help="images per process at once")
-    parser.add_argument("--global-batch", type=int, help="images per step; None: of all processes")
+    parser.add_argument("--global-batch", type=int, help="images per step of all processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
@@ -163,9 +163,9 @@ def train(args):
     # Each process computes its share of a batch in parts of at most --batch-size
     parts = len(range(rank, global_batch, world_size * args.batch_size))
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # again: the weights do not depend on what load_data draws
     model = build_model(args).to(device, memory_format=torch.channels_last)
-    if not model.training:  # Hugging Face's from_pretrained() returns it so
+    if not model.training:  # as from_pretrained() returns it. Other models may have frozen layers
         model.train()
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
@@ -181,7 +181,7 @@ def train(args):
         f"steps {step} to {total_steps}")
 
     signals = catch_signals()
-    speed = Speed(args.log_every)
+    first_step = step + 1
     saved_step, save_time = step, time.perf_counter()
     # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
@@ -204,7 +204,7 @@ def train(args):
                 first = rank + part * world_size
                 indices = batch[first::parts * world_size]
                 seed_step(hash((args.seed, step, first)), device)  # of random flips and dropout
-                # Exchange gradients once: no_sync() sets this, too, but would need the step twice
+                # Exchange gradients with the last part only. (no_sync() sets this, too.)
                 ddp_model.require_backward_grad_sync = part == parts - 1
                 with autocast:
                     loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])
@@ -215,19 +215,24 @@ def train(args):
             optimizer.step()
             step += 1
 
-            if rank == 0 and speed.log_is_due(step):
+            now = time.perf_counter()
+            if step == first_step:  # it takes longer than others
+                start = log_time = now
+            elif rank == 0 and now - log_time >= args.log_every:
+                log_time = now
+                rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / count:.4f}  accuracy {correct_sum / count:.4f}  "
-                    f"{speed.steps_per_second * global_batch:,.0f} images/s  "
-                    f"{speed.time_left(total_steps - step)} left")
+                    f"{rate * global_batch:,.0f} images/s  "
+                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
             if exchange:
                 exchange.wait()
             end_of_epoch = step % steps_per_epoch == 0
             if end_of_epoch:
                 check_weights(model)
-            due = end_of_epoch or time.perf_counter() - save_time >= 60 * args.save_every
+            due = end_of_epoch or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
-                saved_step, save_time = step, time.perf_counter()
+                saved_step, save_time = step, now
                 save_checkpoint(args.checkpoint, saved, settings, step)
             if stop and step < total_steps:
                 close_group()
@@ -242,28 +247,6 @@ def train(args):
     if rank == 0 and args.checkpoint and step > saved_step:  # an edited loop has ended early
         save_checkpoint(args.checkpoint, saved, settings, step)
     close_group()
-
-
-class Speed:
-    """Steps per second since the first step, which takes longer than others. Says when to log."""
-
-    def __init__(self, log_every):
-        self.log_every = log_every  # seconds
-        self.first_step = None
-
-    def log_is_due(self, step):
-        """Return whether log_every seconds have passed. If so, steps_per_second is new."""
-        now = time.perf_counter()
-        if self.first_step is None:
-            self.first_step, self.start, self.log_time = step, now, now
-        elif now - self.log_time >= self.log_every:
-            self.log_time = now
-            self.steps_per_second = (step - self.first_step) / (now - self.start)
-            return True
-        return False
-
-    def time_left(self, steps):
-        return timedelta(seconds=round(steps / self.steps_per_second))
 
 
 def evaluate(model, batches, device):
@@ -292,7 +275,7 @@ def digest(labels):
     labels = labels.flatten()
     labels = labels[::1 + len(labels) // 1000]  # enough of them: masks of images are large
     if labels.is_floating_point():  # those computed on another machine differ in the last digits
-        labels = labels.double()  # the mean of equal numbers is exactly this number
+        labels = labels.double()
         labels = labels > labels.nanmean()  # missing ones may be nan
     return hash(tuple(labels.tolist()))
 
@@ -491,7 +474,8 @@ def check_weights(model):
         extremes = torch.stack([weights, -weights])
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         if not extremes.isfinite().all():
-            sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+            sys.exit("error: weights are not finite: use a lower --lr (and another "
+                     "--checkpoint), or data without NaN")
         if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
             sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
                      "model.module or a method of it; set requires_grad in build_model")
@@ -507,7 +491,7 @@ def run_settings(args, **more):
     for name, value in json.loads(json.dumps(settings, default=str)).items():
         if (value == settings[name]) is not True:  # a resume could not compare it
             sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value
+        settings[name] = value  # a list for a tuple, a plain string for a kind of string
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, settings)
     different = [name for name in settings if any(other[name] != settings[name]
@@ -521,7 +505,8 @@ def run_settings(args, **more):
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
     if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr, or data without NaN")
+        sys.exit("error: weights are not finite: use a lower --lr (and another "
+                 "--checkpoint), or data without NaN")
     check_statistics(saved["model"])
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a copy of a script edits: different in each script.
 EDITED = {"parse_args", "CNN", "build_model", "build_optimizer", "learning_rate", "prepare_data",
           "load_data", "normalize", "loss_and_correct", "train", "form_group", "main"}
-EDITED_IN = {"mnist_dp": {"evaluate"}, "cifar10_ddp": {"Speed"}}  # different in this script alone
+EDITED_IN = {"mnist_dp": {"evaluate"}}  # different in this script alone
 
 
 def shared_functions(path):

@@ -124,7 +124,7 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
             lines.append(f"epoch {epoch}/5  step {step}/25  "
                          f"{means(script, parts_of(ranks[:1], *steps))}  16 {unit}/s  {wait}"
                          f"{timedelta(seconds=2 * (25 - step))} left")
-        if step == saved + 3 or step == 25 or step % 5 == 0 and has_test_set:
+        if step == saved + 3 or step % 5 == 0 and has_test_set:
             saved = step
             lines.append(f"saved step {step} in {path}")
         if step % 5 == 0:
@@ -132,6 +132,8 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
         if step % 5 == 0 and has_test_set:
             lines.append(f"epoch {epoch}/5  {means_of_test_set(script, ranks, epoch - 2)}  "
                          f"{2 * (steps[1] - steps[0]) + (6 if epoch == 2 else 0)}.0 s")
+    if not has_test_set:
+        lines.append(f"saved step 25 in {path}")  # at the end
     assert_lines(script, text, lines)
 
 
