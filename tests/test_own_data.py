@@ -174,7 +174,6 @@ LABELS = {  # of 4 samples
     "bool": torch.tensor([True, False, True, True]),
     "floats, some of them missing": torch.tensor([0.1, torch.nan, 0.3, 0.9]),
     "uint8": torch.tensor([3, 2, 1, 0], dtype=torch.uint8),
-    "uint16": torch.tensor([3, 2, 1, 0], dtype=torch.uint16),
     "one-hot": torch.eye(4),
     "masks": torch.arange(4).view(4, 1, 1).repeat(1, 28, 28),
 }
