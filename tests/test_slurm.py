@@ -75,9 +75,9 @@ if "SLURM_RESTART_COUNT" not in os.environ:
     time.sleep(60)
 """
 COPIES = {  # file: of which script, and the edit
-    "slow.py": ("cpu_ddp", 'before "due = step == total_steps"', SLOW),
+    "slow.py": ("cpu_ddp", 'before "due = now - save_time"', SLOW),
     "late.py": ("cpu_ddp", 'after "from datetime import timedelta"', LATE),
-    "bug.py": ("cpu_ddp", 'before "due = step == total_steps"', "assert step < 70"),
+    "bug.py": ("cpu_ddp", 'before "due = now - save_time"', "assert step < 70"),
     "mine/slow.py": ("slow.py", 'after "from datetime import timedelta"', "import beside"),
 }
 
@@ -134,6 +134,16 @@ def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(name):
     for wait in waits:
         assert notice - 60 <= wait < notice, (
             f"{name}.sbatch: a run has {notice} s to save, and torchrun waits for {wait} s of them")
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_failed_job_asks_for_long_enough_whether_it_was_preempted(name):
+    """While the controller is away, for an upgrade, say, squeue does not answer."""
+    loop = part(text_of(f"{name}.sbatch"), "until read", "\ndone")
+    tries = int(re.search(r"\+\+tries < (\d+)", loop)[1])
+    pause = int(re.search(r"sleep (\d+)", loop)[1])
+    minutes = tries * pause / 60
+    assert minutes >= 30, f"{name}.sbatch: the job asks for {minutes:.0f} minutes, not half an hour"
 
 
 @pytest.mark.parametrize("used, variables, others", [
