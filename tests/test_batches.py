@@ -121,7 +121,8 @@ def test_transforms_differ_by_image_epoch_and_seed_in_training_alone():
             for seed in (0, 1)]
     for library in (0, 1):
         drawn = [numbers[library] for ranks in runs for draws in ranks for numbers in draws[True]]
-        assert len(drawn) == 2 * 3 * 32, f"{len(drawn)} training images are transformed, not 192"
+        assert len(drawn) == 2 * 3 * 32, (
+            f"{len(drawn)} images are transformed as in training, not 192: test images, too?")
         different = len(set(drawn))
         assert different == len(drawn), (
             f"crops and flips repeat: 32 images in 3 epochs of 2 runs, with other seeds, are "

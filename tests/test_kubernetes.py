@@ -151,6 +151,12 @@ def test_numbers_that_the_page_explains_are_those_of_the_manifests():
             f"{name} is {found} in the manifests, {explained.get(name)} on the page")
 
 
+def test_the_pod_for_files_sleeps_for_a_day():
+    """As it says itself: copies of large data sets take hours."""
+    (seconds,) = values(r'command: \[sleep, "(\d+)"\]', text_of("files"))
+    assert seconds == 24 * 60 * 60, f"the pod for files ends after {seconds / 3600:.3g} hours"
+
+
 @pytest.mark.parametrize("manifest", [*TRAINING, "files"])
 def test_pods_run_as_the_user_of_the_image(manifest):
     (user,) = values(r"--uid (\d+)", lab.DOCKERFILE.read_text())

@@ -76,6 +76,25 @@ def test_data_that_load_data_draws_are_equal_on_all_ranks_and_differ_in_both_set
     assert same == 0, f"{script}: {same} of 24 drawn test samples are training samples"
 
 
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_the_first_weights_do_not_depend_on_what_load_data_draws(script):
+    """Other data, or another split, would otherwise be compared with another start."""
+    def weights(draws):
+        def setup(module, rank):
+            load_data = module.load_data
+            module.load_data = lambda args: (torch.rand(draws), load_data(args))[1]
+            use_small_model(module)
+            states = []
+            watch(module, "restore", lambda checkpoint, settings, saved, *_: states.append(
+                {name: value.clone() for name, value in saved["model"].state_dict().items()}))
+            return states
+
+        return train_to_end(script, *flags_of(script, epochs=1), setup=setup).results
+
+    assert_equal(weights(1), weights(0),
+                 f"{script}, whose load_data draws one random number: the weights at the start")
+
+
 CLASSES_OF_A_SET = {  # an unsorted set of names: their order differs in each process
     "fashionmnist_ddp": ('before "return fake_images("', """
         names = [f"class {number}" for number in range(10)]

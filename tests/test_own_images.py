@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import load_checkpoint
 from forked import train_forked, train_to_end, watch
 from image_folder import TINY, write_images
 from PIL import Image
@@ -143,8 +144,10 @@ def picture_in(mode):
 
 def difference(path, picture, script):
     """Return by how many levels the image in a file differs from its picture, at most."""
-    read = pil_to_tensor(script.read_image(path, 64)).int()
-    return (read - pil_to_tensor(picture.convert("RGB")).int()).abs().max().item()
+    image = script.read_image(path, 64)
+    assert image.size == picture.size, f"{path.name} is read as {image.size}, not {picture.size}"
+    change = pil_to_tensor(image).int() - pil_to_tensor(picture.convert("RGB")).int()
+    return change.abs().max().item()
 
 
 @pytest.mark.parametrize("mode, suffix", [("LA", "png"), ("I;16", "png"), ("CMYK", "jpg")])
@@ -280,7 +283,11 @@ def test_ranks_start_from_pretrained_weights_and_a_resume_needs_no_file(folder, 
         assert different == ["classifier.1.weight", "classifier.1.bias"], (
             f"--pretrained on rank {rank}: layers that do not have these weights: {different}")
     file.unlink()
-    train_to_end("cifar10_ddp", *flags_of(folder, 6, 2), *flags, nproc=2, setup=see)
+    end = load_checkpoint(tmp_path / "run.pt")["model"]
+    ranks = train_to_end("cifar10_ddp", *flags_of(folder, 6, 2), *flags, nproc=2, setup=see).results
+    for rank, (start, *_) in enumerate(ranks):  # it evaluates first, without DDP
+        different = [name for name in end if not torch.equal(start[name], end[name])]
+        assert not different, f"a resume with --pretrained, rank {rank}: other weights {different}"
 
 
 @pytest.mark.parametrize("change", [
