@@ -65,6 +65,8 @@ class Recorder:
         self.rates.append([group["lr"] for group in optimizer.param_groups])
 
     def after_step(self, *_):
+        number = len(self.steps) + 1
+        assert self.parts, f"step {number}: the model is not in training mode, or is not called"
         self.steps.append(self.parts)
         self.parts = []
 
