@@ -152,7 +152,8 @@ def test_a_table_is_learned_and_its_weights_classify():
     """Its columns are of different sizes, and far from 0."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1100, 20, generator=generator)
-    columns = 300 + 100 * inputs
+    sizes = 10.0 ** (torch.arange(20) % 3)
+    columns = sizes * (3 + inputs)
     classes = inputs[:, :3].argmax(1, keepdim=True)
     write_table("table.csv", torch.cat([columns, classes], 1)[:900])
     write_table("new.csv", columns[900:])
@@ -162,7 +163,7 @@ def test_a_table_is_learned_and_its_weights_classify():
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
     assert accuracy > 0.8, f"the copy of the page does not learn its table:\n{text}"
     settings = load_checkpoint("my.pt")["settings"]
-    assert settings["mean"] == pytest.approx(20 * [300], abs=15), (
+    assert settings["mean"] == pytest.approx((3 * sizes).tolist(), rel=0.1), (
         f"the checkpoint must have the mean of each column, not {settings['mean']}")
     ((_, code),) = edits(MAKE_IT_YOURS, "use the weights of a table")
     found = classes_found("inputs, labels = ", code)
