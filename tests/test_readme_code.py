@@ -32,41 +32,44 @@ AFTER_LAST_LINE = 'after "test loss {test_loss"'
 CIFAR10 = "cifar10_ddp/README.md"
 MAKE_IT_YOURS = "fashionmnist_ddp/make-it-yours.md"
 BLOCKS = {
-    "cpu_ddp/README.md": [("single process", None)],  # see test_single_to_ddp.py
     CIFAR10: [
         ("damaged images", None),
         ("own data set", None),
         ("write shards", None),
         ("shards", None),
-        ("last layer first", None),
-        ("last layer first", 'before "optimizer.zero_grad()"'),
+        ("last layer: now of MAKE_IT_YOURS", None),
+        ("last layer: now of MAKE_IT_YOURS", None),
     ],
     MAKE_IT_YOURS: [
         ("own tensors", None),
         ("table", None),
         ("validation set", None),
-        ("weighted sampling", 'instead of "order = torch.randperm("'),
-        ("class weights", None),
-        ("clipping", 'before "optimizer.step()"'),
-        ("skipped steps", 'instead of "optimizer.step()"'),
-        ("compile", 'before "ddp_model = DDP"'),
+        ("use the weights of tensors", None),
+        ("use the weights of a table", None),
+        ("use the weights of images", None),
         ("state", None),
         ("best weights", BEFORE_RESTORE),
         ("best weights", BEFORE_LAST_LINE),
         ("early stop", BEFORE_RESTORE),
         ("early stop", AFTER_LAST_LINE),
-        ("average", BEFORE_RESTORE),
-        ("average", 'after "optimizer.step()"'),
+        ("class weights", None),
+        ("clipping", 'before "optimizer.step()"'),
+        ("skipped steps", 'instead of "optimizer.step()"'),
+        ("last layer of fashionmnist_ddp", None),
+        ("last layer of cifar10_ddp", None),
+        ("last layer first", 'before "optimizer.zero_grad()"'),
+        ("compile", 'before "ddp_model = DDP"'),
         ("F1", None),
         ("F1", 'before "return loss, (logits"'),
         ("F1", BEFORE_LAST_LINE),
         ("AUC", None),
         ("AUC", 'before "return loss, (logits"'),
         ("AUC", BEFORE_LAST_LINE),
+        ("average", BEFORE_RESTORE),
+        ("average", 'after "optimizer.step()"'),
         ("TensorBoard", BEFORE_EPOCHS),
         ("TensorBoard", BEFORE_LAST_LINE),
-        ("use the weights of tensors", None),
-        ("use the weights of images", None),
+        ("weighted sampling", 'instead of "order = torch.randperm("'),
     ],
 }
 both_scripts = pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
@@ -105,6 +108,29 @@ def copy_with(script, *names):
     return SCRIPTS[script].no_children
 
 
+def run_code(page, name):
+    """Run a block that is no edit, as at the top of the repository. Return what it prints."""
+    ((_, code),) = edits(page, name)
+    return run_lines(code)
+
+
+def run_lines(code):
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                             env=clean_environment(PYTHONPATH=ROOT))
+    assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
+    return process.stdout
+
+
+def classes_found(line="", replacement=""):
+    """Return the classes that "use the weights of tensors" prints, with a line replaced."""
+    ((_, code),) = edits(MAKE_IT_YOURS, "use the weights of tensors")
+    if line:
+        code, count = re.subn(f"^{line}.*\n", lambda _: replacement, code, flags=re.MULTILINE)
+        assert count == 1, f"the page's code has {count} lines {line}"
+    printed = run_lines(f"import torch\ntorch.set_printoptions(threshold=10**6)\n{code}")
+    return torch.tensor([int(number) for number in re.findall(r"\d+", printed)])
+
+
 # ---- fashionmnist_ddp/make-it-yours.md ----
 def test_own_tensors_are_learned():
     for name, count in (("train.pt", 1024), ("test.pt", 200)):
@@ -117,21 +143,42 @@ def test_own_tensors_are_learned():
     assert accuracy > 0.8, f"the copy of the page does not learn its tensors:\n{text}"
 
 
-def test_a_table_is_learned():
+def write_table(path, table):
+    rows = ["names", *[",".join(map(str, row)) for row in table.tolist()]]
+    Path(path).write_text("\n".join(rows))
+
+
+def test_a_table_is_learned_and_its_weights_classify():
     """Its columns are of different sizes, and far from 0."""
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2000, 20, generator=generator)
-    table = torch.cat([300 + 100 * inputs, inputs[:, :3].argmax(1, keepdim=True)], 1)
-    rows = ["names", *[",".join(map(str, row)) for row in table.tolist()]]
-    Path("table.csv").write_text("\n".join(rows))
+    inputs = torch.randn(1100, 20, generator=generator)
+    sizes = 10.0 ** (torch.arange(20) % 3)
+    columns = sizes * (3 + inputs)
+    classes = inputs[:, :3].argmax(1, keepdim=True)
+    write_table("table.csv", torch.cat([columns, classes], 1)[:900])
+    write_table("new.csv", columns[900:])
     copy_with("fashionmnist_ddp", "own tensors", "table")
     flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 3, "--checkpoint", "my.pt")
     text = train_to_end("my.py", *flags, nproc=2).text
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
     assert accuracy > 0.8, f"the copy of the page does not learn its table:\n{text}"
     settings = load_checkpoint("my.pt")["settings"]
-    assert settings["mean"] == pytest.approx(20 * [300], abs=15), (
+    assert settings["mean"] == pytest.approx((3 * sizes).tolist(), rel=0.1), (
         f"the checkpoint must have the mean of each column, not {settings['mean']}")
+    ((_, code),) = edits(MAKE_IT_YOURS, "use the weights of a table")
+    found = classes_found("inputs, labels = ", code)
+    accuracy = (found == classes[900:, 0]).double().mean().item()
+    assert accuracy > 0.8, f"by the page's code, the accuracy on new lines is {accuracy}"
+
+
+def test_the_table_needs_no_minimum_of_lines():
+    """Of 150 lines, 15 are for the test."""
+    generator = torch.Generator().manual_seed(0)
+    write_table("table.csv", torch.cat([torch.randn(150, 20, generator=generator),
+                                        torch.arange(150).unsqueeze(1) % 3], 1))
+    copy_with("fashionmnist_ddp", "own tensors", "table")
+    text = train_to_end("my.py", "--batch-size", 16, "--epochs", 1).text
+    assert "of 135 images" in text, f"it must train on 135 of 150 lines:\n{text}"
 
 
 def test_the_validation_set_has_no_training_images():
@@ -267,6 +314,45 @@ def test_clipping_limits_the_norm_of_the_averaged_gradients(script):
     ranks = train_to_end("my.py", *FLAGS, 1, *flags, nproc=2, setup=setup).results
     norms = [gradient.norm().item() for recorder in ranks for gradient in recorder.gradients]
     assert max(norms) == pytest.approx(1.0, abs=0.01), f"clipped to 1.0, gradients are of {norms}"
+
+
+class Layers(nn.Module):
+    """A small model whose last layer has the name of that of a ResNet, or of the CNN."""
+
+    def __init__(self, channels, last):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 4, 3, stride=4)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.last = last
+        setattr(self, last, nn.Linear(4, 10))
+
+    def forward(self, images):
+        return getattr(self, self.last)(self.bn1(self.conv1(images)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("script, channels, last", [("cifar10_ddp", 3, "fc"),
+                                                    ("fashionmnist_ddp", 1, "fc2")])
+def test_the_last_layer_trains_alone_in_the_first_epochs(script, channels, last, nproc, tmp_path):
+    """Three epochs of 6 steps, with a stop in the second one."""
+    def setup(module, rank):
+        module.build_model = lambda *_: Layers(channels, last)
+        states = []
+        watch(module, "evaluate", lambda model, *_: states.append(
+            {name: weights.detach().clone() for name, weights in model.named_parameters()}))
+        return states
+
+    flags = copy_with(script, f"last layer of {script}", "last layer first")
+    flags = (*FLAGS, 3, "--global-batch", 16, *flags, "--checkpoint")
+    states = train_to_end("my.py", *flags, tmp_path / "whole", nproc=nproc, setup=setup).results[0]
+    changed = [[name for name in states[0] if not torch.equal(before[name], after[name])]
+               for before, after in zip(states, states[1:])]
+    expected = [f"{last}.weight", f"{last}.bias"]
+    assert changed[0] == expected, f"in the second epoch, it trains {changed[0]}"
+    assert len(changed[1]) == len(states[0]), f"in the third epoch, it trains {changed[1]} only"
+    train_until("my.py", *flags, tmp_path / "resumed", nproc=nproc, after=8, setup=setup)
+    train_to_end("my.py", *flags, tmp_path / "resumed", nproc=nproc, setup=setup)
+    assert_equal(tmp_path / "whole", tmp_path / "resumed")
 
 
 def test_a_compiled_model_is_saved_under_the_names_of_the_original(tmp_path):
@@ -480,51 +566,7 @@ def test_shards_train_as_data_in_memory(tmp_path):
     assert_equal(dict(own), dict(expected), "model")
 
 
-class Layers(nn.Module):
-    """A small model whose last layer is named as a ResNet's."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 4, 3, stride=4)
-        self.bn1 = nn.BatchNorm2d(4)
-        self.fc = nn.Linear(4, 10)
-
-    def forward(self, images):
-        return self.fc(self.bn1(self.conv1(images)).mean((2, 3)))
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_the_last_layer_trains_alone_in_the_first_epochs(nproc, tmp_path):
-    """Three epochs of 6 steps, with a stop in the second one."""
-    def setup(module, rank):
-        module.build_model = lambda *_: Layers()
-        states = []
-        watch(module, "evaluate", lambda model, *_: states.append(
-            {name: weights.detach().clone() for name, weights in model.named_parameters()}))
-        return states
-
-    flags = copy_with("cifar10_ddp", "last layer first")
-    flags = (*FLAGS, 3, "--global-batch", 16, *flags, "--checkpoint")
-    states = train_to_end("my.py", *flags, tmp_path / "whole", nproc=nproc, setup=setup).results[0]
-    changed = [[name for name in states[0] if not torch.equal(before[name], after[name])]
-               for before, after in zip(states, states[1:])]
-    assert changed[0] == ["fc.weight", "fc.bias"], f"in the second epoch, it trains {changed[0]}"
-    assert len(changed[1]) == len(states[0]), f"in the third epoch, it trains {changed[1]} only"
-    train_until("my.py", *flags, tmp_path / "resumed", nproc=nproc, after=8, setup=setup)
-    train_to_end("my.py", *flags, tmp_path / "resumed", nproc=nproc, setup=setup)
-    assert_equal(tmp_path / "whole", tmp_path / "resumed")
-
-
 # ---- the weights: fashionmnist_ddp/make-it-yours.md ----
-def run_code(page, name, extra=""):
-    """Run a block that is no edit, as at the top of the repository. Return what it prints."""
-    ((_, code),) = edits(page, name)
-    process = subprocess.run([sys.executable, "-c", code + extra], capture_output=True, text=True,
-                             env=clean_environment(PYTHONPATH=ROOT))
-    assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
-    return process.stdout
-
-
 def test_the_weights_of_own_tensors_classify_as_in_the_run():
     for name, count in (("train.pt", 512), ("test.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
@@ -532,11 +574,9 @@ def test_the_weights_of_own_tensors_classify_as_in_the_run():
     copy_with("fashionmnist_ddp", "own tensors")
     flags = ("--batch-size", 16, "--lr", 0.01, "--epochs", 1, "--checkpoint", "my.pt")
     text = train_to_end("my.py", *flags, nproc=2).text
-    found = re.findall(r"\d+", run_code(MAKE_IT_YOURS, "use the weights of tensors",
-                                        "torch.set_printoptions(threshold=1000)\n"
-                                        "print('all', model(inputs).argmax(1))").split("all")[1])
+    found = classes_found()
     labels = torch.load("test.pt")[1]
-    accuracy = (torch.tensor(list(map(int, found))) == labels).double().mean().item()
+    accuracy = (found == labels).double().mean().item()
     expected = re.findall(TEST_LINE, text)[-1][1]
     assert f"{accuracy:.4f}" == expected, (
         f"by the page's code, the accuracy is {accuracy}, but in the run:\n{text}")
@@ -564,7 +604,8 @@ def test_the_weights_classify_as_in_the_run(tmp_path):
     assert " 24 images in 2 classes " in text, f"it must train on DIR/train\n{text}"
     expected = re.findall(r"test loss ([\d.]+)  accuracy ([\d.]+)", text)[-1]
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
-    name, *means = run_code(MAKE_IT_YOURS, "use the weights of images", MEANS).split()
+    ((_, code),) = edits(MAKE_IT_YOURS, "use the weights of images")
+    name, *means = run_lines(code + MEANS).split()
     assert name in ("cat", "dog"), f"the page's code prints the class of the image, not {name}"
     assert list(map(float, means)) == pytest.approx(list(map(float, expected)), abs=2e-4), (
         f"by the page's code, loss and accuracy of DIR/val are {means}, but in the run:\n{text}")
