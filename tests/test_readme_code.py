@@ -37,8 +37,6 @@ BLOCKS = {
         ("own data set", None),
         ("write shards", None),
         ("shards", None),
-        ("last layer: now of MAKE_IT_YOURS", None),
-        ("last layer: now of MAKE_IT_YOURS", None),
     ],
     MAKE_IT_YOURS: [
         ("own tensors", None),
