@@ -45,6 +45,7 @@ quick=(
     tests/test_slurm.py::test_torchrun_waits_for_a_save_and_ends_before_the_time_limit
     tests/test_slurm.py::test_a_failed_job_asks_for_long_enough_whether_it_was_preempted
     tests/test_own_data.py::test_the_first_weights_do_not_depend_on_what_load_data_draws
+    tests/test_own_data.py::test_an_optimizer_may_have_the_weights_of_a_second_model_in_saved
     tests/test_loader.py::test_by_default_a_process_has_a_loader_process_for_each_of_its_cores
     tests/test_containers.py::test_one_official_image_is_imported_and_is_what_a_job_starts
     tests/test_own_images.py::test_a_large_photograph_is_decoded_at_a_size_that_is_enough

@@ -58,14 +58,17 @@ def project(wheels, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {
         "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_USER": "1",
         "PIP_FIND_LINKS": wheels.as_uri(), "PYTHON": sys.executable, "HOME": str(tmp_path),
-        "PATH": "/usr/bin:/bin"})
+        "PATH": "/usr/bin:/bin",
+        "CDPATH": "."})  # as some shells export it: cd prints where it has found a folder
     shutil.copytree(ROOT / "slurm", tmp_path / "a project/slurm")
     return tmp_path / "a project"
 
 
 def bash(script):
-    return subprocess.run(["bash", script], env=os.environ, capture_output=True, text=True,
-                          timeout=180)
+    """Run a script of a folder, as it is typed beside the folder."""
+    path = f"{script.parent.name}/{script.name}"
+    return subprocess.run(["bash", path], cwd=script.parents[1], env=os.environ,
+                          capture_output=True, text=True, timeout=180)
 
 
 def assert_follows_the_requirements(script, folder):

@@ -151,10 +151,19 @@ def test_numbers_that_the_page_explains_are_those_of_the_manifests():
             f"{name} is {found} in the manifests, {explained.get(name)} on the page")
 
 
-def test_the_pod_for_files_sleeps_for_a_day():
+def test_the_pod_for_files_sleeps_for_a_day_and_ends():
     """As it says itself: copies of large data sets take hours."""
-    (seconds,) = values(r'command: \[sleep, "(\d+)"\]', text_of("files"))
+    text = text_of("files")
+    (seconds,) = values(r'command: \[sleep, "(\d+)"\]', text)
     assert seconds == 24 * 60 * 60, f"the pod for files ends after {seconds / 3600:.3g} hours"
+    assert "restartPolicy: Never" in text, "the pod for files starts again when it has ended"
+
+
+@pytest.mark.parametrize("manifest", ["job", "pytorchjob", "trainjob", "files"])
+def test_image_and_volume_are_those_that_are_exported(manifest):
+    text = render(manifest, IMAGE_URI="my-image", CLAIM_NAME="my-claim").stdout
+    found = values(r"(?:image|claimName): ([\w-]+)", text)
+    assert found == ["my-image", "my-claim"], f"my-image and my-claim are exported, not {found}"
 
 
 @pytest.mark.parametrize("manifest", [*TRAINING, "files"])

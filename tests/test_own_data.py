@@ -101,7 +101,7 @@ CLASSES_OF_A_SET = {  # an unsorted set of names: their order differs in each pr
         number_of = {name: number for number, name in enumerate(set(names))}
         labels = torch.tensor([number_of[name] for name in names]).repeat(10)
         images = torch.randint(256, (100, 1, 28, 28), dtype=torch.uint8)
-        return (images, labels), (images, labels)"""),
+        return (images, labels), (images, torch.arange(100) % 10)"""),
     "cifar10_ddp": ('after "classes = list("',
                     'classes = list({f"class {name}" for name in classes})'),
 }
@@ -271,6 +271,17 @@ def test_weights_in_the_optimizer_but_not_in_the_model_are_an_error_line(script,
     end = train_forked(script, *flags_of(script, "--checkpoint", path), nproc=2, setup=setup)
     assert_error(end, "not in the model", f"{script}: an optimizer has weights of no model")
     assert not path.exists(), f"{script} has trained weights that are not saved"
+
+
+def test_an_optimizer_may_have_the_weights_of_a_second_model_in_saved():
+    """The functions of all scripts are equal."""
+    models = {"model": nn.Linear(2, 2), "critic": nn.Linear(2, 2)}
+    optimizers = {f"optimizer of {name}": torch.optim.SGD(model.parameters(), 0.1)
+                  for name, model in models.items()}
+    try:
+        load_script("cpu_ddp").check_optimizers({**models, **optimizers})
+    except SystemExit as end:
+        pytest.fail(f"two models and their optimizers, all of them in saved: {end}")
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
