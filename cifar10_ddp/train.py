@@ -494,8 +494,8 @@ def ignore_signals(worker):
 
 
 def main():
-    # fork: a loader process that imports PyTorch, as others do, would be ended by a signal to all,
-    # and Python 3.14's forkserver keeps the loader's processes alive
+    # With other start methods, loader processes import PyTorch first, and a signal then ends them.
+    # Python 3.14's forkserver also keeps them alive at the end
     if sys.platform == "linux":
         mp.set_start_method("fork", force=True)
     try:

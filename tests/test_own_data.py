@@ -82,7 +82,12 @@ def test_the_first_weights_do_not_depend_on_what_load_data_draws(script):
     def weights(draws):
         def setup(module, rank):
             load_data = module.load_data
-            module.load_data = lambda args: (torch.rand(draws), load_data(args))[1]
+
+            def draw_and_load(args):
+                torch.rand(draws)
+                return load_data(args)
+
+            module.load_data = draw_and_load
             use_small_model(module)
             states = []
             watch(module, "restore", lambda checkpoint, settings, saved, *_: states.append(
