@@ -107,7 +107,6 @@ def test_timeout_is_that_of_the_process_group(script, flags):
 
 # ---- mistakes ----
 MISTAKES = {  # script, flags, what the error line names; {folder} is empty
-    "an option of sbatch behind the script": ("cpu_ddp", "--time=60", "--time"),
     "a folder and generated images": ("cifar10_ddp", "--image-folder a --fake-data", "not allowed"),
     "several processes of mnist_dp": ("mnist_dp", "--fake-data", "cifar10_ddp", 2),
     "no folder for checkpoints": ("cpu_ddp", "--checkpoint {folder}/absent/run", "absent/run"),
