@@ -14,7 +14,7 @@ from copies import make_copy
 from forked import train_to_end
 from launchers import run
 from recorder import use_small_model
-from scripts import SCRIPTS, load_script
+from scripts import DDP_SCRIPTS, SCRIPTS, load_script
 
 module = load_script("fashionmnist_ddp")
 
@@ -46,12 +46,13 @@ def test_processes_share_the_cores(environ, monkeypatch, processes, omp, expecte
     if omp:
         environ["OMP_NUM_THREADS"] = omp
     module.configure(torch.device("cpu"))
+    module.set_threads()
     assert threads[-1] == expected, f"{why}: {threads[-1]} threads, not {expected}"
 
 
 @pytest.mark.parametrize("script, flags", [
     *[(script, (SCRIPTS[script].data_flag, 64, "--epochs", 1, *SCRIPTS[script].no_children))
-      for script in SCRIPTS if script != "cpu_ddp"],  # whose steps are too short to be shared
+      for script in DDP_SCRIPTS if script != "cpu_ddp"],  # whose steps are too short to be shared
     ("synthetic_ddp", ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 1))])
 def test_each_script_shares_the_cores(script, flags):
     """With a second process on this machine, of 8 cores."""
