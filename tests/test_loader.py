@@ -149,7 +149,7 @@ def test_loader_that_cannot_hand_over_a_batch_ends_the_run(folder, tmp_path):
 def test_start_method_spawn(folder, tmp_path):
     """That of macOS. It and Python 3.14's forkserver pickle what they give to loader processes."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py",
-                     ('instead of "fork = "fork" if"', 'fork = "spawn" if workers else None'))
+                     ('instead of "context = "fork" if"', 'context = "spawn" if workers else None'))
     with start(copy, *flags_of(folder, 1)) as job:
         result = job.result()
         wait_until_gone(job, "start method spawn")
