@@ -436,19 +436,27 @@ def environment(rank, nproc, port):
 
 
 def last_lines(path, process, log):
-    """Return what a process has printed last, or the lines of the copy in which it waits."""
-    text = pathlib.Path(log).read_text(errors="replace")
-    dump = text.rpartition("Timeout (")[2] if "Timeout (" in text else ""
-    main_thread = dump.rpartition("(most recent call first)")[2]
-    frames = re.findall(rf'File "{re.escape(path)}", line (\d+) in (\w+)', main_thread)
-    if frames:
-        lines = [f"line {number} in {name}: {linecache.getline(path, int(number)).strip()}"
-                 for number, name in frames if name != "<module>"]
-        return " waits in " + "\n        called by ".join(lines) + "\n"
+    """Return how a process has ended, and in which lines of the copy."""
     if process.returncode == 0:
         return " has ended\n"
-    lines = [f"        {line}\n" for line in text.splitlines() if line.strip()][-8:]
-    return f", exit status {process.returncode}:\n{''.join(lines)}"
+    text = pathlib.Path(log).read_text(errors="replace")
+    waits = "Timeout (" in text
+    dump = text.rpartition("Timeout (" if waits else "Fatal Python error")[2]
+    if waits or "Fatal Python error" in text:  # all threads, the main thread at last
+        frames = re.findall(rf'File "{re.escape(path)}", line (\d+) in (\w+)',
+                            dump.rpartition("(most recent call first)")[2])
+        words, message = ("waits in" if waits else "is aborted in"), ""
+    else:
+        dump = text.rpartition("Traceback (most recent call last)")[2]
+        frames = re.findall(rf'File "{re.escape(path)}", line (\d+), in (\w+)', dump)[::-1]
+        lines = [line for line in dump.splitlines() if line.strip()]
+        ends = [number for number, line in enumerate(lines) if re.match(r"\w[\w.]*: |error: ", line)]
+        lines = lines[ends[-1]:][:2] if ends else lines[-5:]
+        message = "".join(f"        {line:.400}\n" for line in lines)
+        words = f"ends with status {process.returncode}" + (" in" if frames else "")
+    places = [f"line {number} in {name}: {linecache.getline(path, int(number)).strip()}"
+              for number, name in frames if name != "<module>"]
+    return f" {words} " + "\n        called by ".join(places) + f"\n{message}"
 
 
 # ---- Compare ----
@@ -474,6 +482,10 @@ class Report:
 
 def close(one, other, tolerance):
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6) or one != one != other != other
+
+
+def show(results):
+    return ", ".join(f"{result:.4g}" for result in results)
 
 
 def some(names):
@@ -588,8 +600,12 @@ def check_training(report, seen, problem):
 
 
 def check_gradients(report, one, two, batch_loss):
-    promise = "the first gradients are the same on one and two processes"
     pairs = list(zip(one["steps"], two[0]["steps"]))
+    report.check("the learning rates are the same on one and two processes",
+                 all(step["rates"] == other["rates"] for step, other in pairs),
+                 "a step's rate is that of build_optimizer times learning_rate, on any number of "
+                 "processes: it belongs to the global batch")
+    promise = "the first gradients are the same on one and two processes"
     first = [norms_that_differ(step["norms"], other["norms"], 0.03 if number else 1e-3)
              for number, (step, other) in enumerate(pairs)]  # rounding grows from step to step
     if not pairs or not pairs[0][0]["norms"]:
@@ -600,8 +616,8 @@ def check_gradients(report, one, two, batch_loss):
         same = len(losses) == len(others) and all(map(lambda a, b: close(a, b, 1e-3), losses, others))
         remedy = ("the losses are the same: call model(...), not model.module or a method of it; "
                   "keep loss * (world_size / global_batch)" if same else
-                  "the losses differ, too: the ranks have other samples, other random numbers than "
-                  "torch's, or weights of their own")
+                  "the losses differ, too: each rank reads its share of the same samples, takes random "
+                  "numbers from torch, and keeps nothing of earlier steps")
         if batch_loss:
             report.note(f"the first gradients differ on two processes: {some(first[0])}. This is "
                         "right for a loss over a batch whose outputs are exchanged")
@@ -642,6 +658,9 @@ def is_noisy(seen):
 
 def is_loss_of_a_batch(seen):
     """Return whether the loss of a batch is no sum, nor a mean, of losses of samples."""
+    first, again = (seen.get(name, [{"steps": []}])[0]["steps"][:1] for name in ("one", "stopped"))
+    if not again or first[0]["losses"] != again[0]["losses"]:
+        return False  # it depends on what is none of the batch
     ratio = loss_ratio(seen, 0)
     most = 2 if is_noisy(seen) else 1.02
     return ratio is not None and not 1 / most <= ratio <= most and not 2.8 < ratio < 5.6
@@ -654,8 +673,8 @@ def check_sums(report, seen):
         report.skip(promise, "a step does not call the loss once for each part of its batch")
         return
     means = [name for name, ratio in zip(("loss", "metric"), ratios) if ratio and 2.8 < ratio < 5.6]
-    if report.check(promise, not means, f"the {' and the '.join(means)} seem to be means: multiply "
-                    "a mean by len(labels), or use reduction=\"sum\""):
+    if report.check(promise, not means, f"not the {' and the '.join(means)}: multiply a mean by "
+                    "len(labels), or use reduction=\"sum\""):
         if is_loss_of_a_batch(seen):
             report.note("the sum of the losses depends on the batch size. This is right for a loss "
                         "over a batch (SupCon, triplets); a penalty is multiplied by len(labels)")
@@ -679,10 +698,14 @@ def check_evaluation(report, seen):
     if training and (drawn or one["test changes"]):
         report.check(mode, False, "the model is in training mode, with dropout or BatchNorm")
         return
-    if not report.check(mode, same and not one["test changes"],
-                        f"{one['evaluations'][-1]} at the end of a run, {again} when it is started "
-                        "again: call torch.manual_seed(0) before evaluate() if it draws random "
-                        "numbers" if not same else "it changes the model's buffers"):
+    if one["test changes"]:
+        report.check(mode, False, "it changes the model's buffers")
+        return
+    remedy = ("call torch.manual_seed(0) before evaluate(), which draws random numbers" if drawn else
+              "what is tested, such as an average of the weights, belongs into saved, before "
+              "restore()")
+    if not report.check(mode, same, f"{show(one['evaluations'][-1])} at the end of a run, "
+                        f"{show(again)} when it is started again: {remedy}"):
         return
     if drawn:
         report.skip(promise, "the evaluation draws random numbers")
@@ -696,16 +719,16 @@ def check_evaluation(report, seen):
     ratios = [part / all_of_it if all_of_it else 1.0 for part, all_of_it in zip(test, whole)]
     means = [number for number, ratio in enumerate(ratios) if 4.5 < ratio < 9]
     if means:
-        report.check(promise, False, f"{test} with batches of 4, {whole} with one batch: return "
+        report.check(promise, False, f"{show(test)} with batches of 4, {show(whole)} with one: return "
                      "sums over samples, of the loss and of the metric: a mean times len(labels)")
     elif not close(test[0], whole[0], tolerance):
-        report.note(f"test results depend on the batch size: {test}, {whole}. This is right for a "
+        report.note(f"test results depend on the batch size: {show(test)}, {show(whole)}. This is right for a "
                     "loss over a batch (SupCon, triplets), else return sums over samples")
     else:
-        report.check(promise, close(two[0], test[0], tolerance), f"{two} on two, {test} on one: "
+        report.check(promise, close(two[0], test[0], tolerance), f"{show(two)} on two, {show(test)} on one: "
                      "each rank tests its share, and the sums of all are added up")
         if any(abs(a - b) > 0.1 * max(abs(a), abs(b)) for a, b in zip(test[1:], whole[1:])):
-            report.note(f"the metric depends on the batch size: {test}, {whole}. One that is no "
+            report.note(f"the metric depends on the batch size: {show(test)}, {show(whole)}. One that is no "
                         "mean over samples (F1, AUC) is computed from all ranks' samples")
 
 
@@ -730,7 +753,7 @@ def check_resume(report, seen, problem, problem_of_more, folder):
     if one["evaluations"] and resumed["evaluations"] and not different:
         results = one["evaluations"][-1], resumed["evaluations"][-1]
         report.check("and with the same test results", results[0] == results[1],
-                     f"{results[1]}, not {results[0]}: what is tested, such as an average of the "
+                     f"{show(results[1])}, not {show(results[0])}: what is tested, such as an average of the "
                      "weights, belongs into saved, before restore()")
     unchanged = [name for name, value in one["weights"].items() if one["start"].get(name) == value]
     if unchanged:
@@ -739,22 +762,21 @@ def check_resume(report, seen, problem, problem_of_more, folder):
 
 def why_other_numbers(one, resumed):
     """Return the remedy, by what is the first to differ in the resumed run."""
-    steps = list(zip(one["steps"][-len(resumed["steps"]):], resumed["steps"]))
-    if not steps:
-        return "it makes no step"
-    before, after = steps[0]
-    if before["losses"] != after["losses"]:
-        numpy = [name for name in ("numpy", "random") if one["random"][name]]
+    steps = zip(one["steps"][len(one["steps"]) - len(resumed["steps"]):], resumed["steps"])
+    different = [(number, key) for number, (before, after) in enumerate(steps)
+                 for key in ("rates", "losses", "norms") if before[key] != after[key]]
+    if different and different[0][1] == "rates":
+        return "the learning rate is another one: put its scheduler into saved, before restore()"
+    if different and different[0] == (0, "losses"):
+        drawn = [name for name in ("numpy", "random") if one["random"][name]]
         return ("the first loss after the resume is another one. " +
-                (f"The loss draws random numbers of {' and '.join(numpy)}: take torch's"
-                 if numpy else "Random numbers in transforms, build_model and the loss are torch's; "
+                (f"The loss draws random numbers of {' and '.join(drawn)}: take torch's"
+                 if drawn else "Random numbers in transforms, build_model and the loss are torch's; "
                  "what must survive a stop (a counter, a queue, a hidden state, a generator) is "
                  "a buffer of the model, or in saved before restore()"))
-    if before["norms"] != after["norms"]:
+    if different and different[0] == (0, "norms"):
         return ("the first loss after the resume is the same, but not the gradient: are gradients "
                 "of the step before kept? Call optimizer.zero_grad() before each step")
-    if before["rates"] != after["rates"]:
-        return "the learning rate is another one: put its scheduler into saved, before restore()"
     if one["not saved"]:
         return (f"an optimizer ({some(one['not saved'])}) is not in saved: put it there, before "
                 "restore()")
