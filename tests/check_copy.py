@@ -10,6 +10,7 @@ what differs. Start it in the folder in which my.py finds its data. It writes te
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
 import ast
+import collections
 import ctypes
 import faulthandler
 import hashlib
@@ -73,7 +74,7 @@ def train(module, functions, loaded, job, task):
     seen = {"steps": [], "evaluations": [], "longest": 0.0, "batch_norm": False,
             "random": {"training": False, "test": False, "numpy": False, "random": False},
             "test mode": True, "test changes": False}
-    evaluating, losses, rates, optimizers, saved = [], [], {}, {}, {}
+    evaluating, losses, batches, rates, optimizers, saved = [], [], [], {}, {}, {}
     last_sign = [time.monotonic()]
 
     def sign_of_life():
@@ -113,6 +114,7 @@ def train(module, functions, loaded, job, task):
             seen["test mode"] &= not getattr(model, "training", False)
         else:
             losses.append(floats(result))
+            batches.append(digest(batch))
             seen["batch_norm"] |= "BatchNorm" in repr(model)
         return result
 
@@ -140,9 +142,10 @@ def train(module, functions, loaded, job, task):
                               for weight in model.parameters()
                               if weight.requires_grad and weight.grad is None]
         rates[id(optimizer)] = [group.get("lr") for group in optimizer.param_groups]
-        seen["steps"].append({"losses": losses.copy(), "norms": norms,
+        seen["steps"].append({"losses": losses.copy(), "batches": batches.copy(), "norms": norms,
                               "rates": [float(rate or 0) for rate in rates[id(optimizer)]]})
         losses.clear()
+        batches.clear()
         for group in optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = group["lr"] * SMALL_STEPS
@@ -291,7 +294,8 @@ def read_samples(sets, all_of_them):
         training = read(sets[0], dict.fromkeys([*same_places, *others]))
         result["read"] = len(training), len(test)
         result["in both"] = sum(value in set(training.values()) for value in test.values())
-        result["different"] = len(set(training.values()))
+        times = collections.Counter(training.values())
+        result["once"] = sum(number == 1 for number in times.values())
     return result
 
 
@@ -480,7 +484,7 @@ class Report:
         print(f"note  {text}", flush=True)
 
 
-def close(one, other, tolerance):
+def close(one, other, tolerance=2e-3):
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6) or one != one != other != other
 
 
@@ -518,17 +522,12 @@ def compare(report, folder, path, flags):
     """Train, compare, and return the exit status."""
     seen, problem = run(folder, path, flags, [job("one"), job("stopped", end="signal")])
     if "one" not in seen:
-        print(f"----  not checked: it does not train to its end on one process:\n{problem}"
-              "      Data that are not there need a flag, as --fake-data. Models and tensors are "
-              "moved by .to(device),\n      or to labels.device, not by .cuda().")
-        return 2
+        return cannot(problem, "one process")
     one = seen["one"][0]
     wait = WAIT + 5 * one["longest"]
     two, problem_of_two = run(folder, path, flags, [job("two")], 2, wait)
     if "SyncBatchNorm" in problem_of_two:
-        print("----  not checked: SyncBatchNorm needs GPUs: leave it out for this check\n"
-              f"{problem_of_two}")
-        return 2
+        return cannot(problem_of_two, "two processes")
     weights = "two" if two else "one"
     jobs = [job("resumed", "stopped"), job("test", weights)]
     jobs += [job("whole test", weights, batch_size=2 * TEST_SAMPLES)]
@@ -537,11 +536,23 @@ def compare(report, folder, path, flags):
     seen.update(two)
     seen.update(more)
 
-    check_data(report, seen)
+    if not check_data(report, seen):
+        report.skip("the rest", "it would differ, too")
+        return 1
     check_training(report, seen, problem_of_two)
     check_evaluation(report, seen)
     check_resume(report, seen, problem, problem_of_more, folder)
     return int(len(report.failed) > 0)
+
+
+def cannot(problem, where):
+    """Print why a copy cannot be checked. Return the exit status."""
+    print(f"----  not checked: it does not train to its end on {where}:\n{problem}", end="")
+    if "SyncBatchNorm" in problem:
+        print("      It needs GPUs: check the model with BatchNorm")
+    elif re.search("CUDA|NVIDIA", problem):
+        print("      The check uses no GPU: use .to(device) or labels.device, not .cuda()")
+    return 2
 
 
 def check_data(report, seen):
@@ -552,8 +563,8 @@ def check_data(report, seen):
     else:
         (read, tests), both = samples["read"], samples["in both"]
         share = both / tests * samples["lengths"][0] / read
-        own_twins = samples["different"] < read / 2
-        if both < 3 or share < 0.5 or own_twins:
+        by_chance = 1 - samples["once"] / read  # rows of few values have twins in one set, too
+        if both < 3 or share <= 0.5 + by_chance / 2:
             report.check(promise if not both else "most test samples are no training samples", True)
             if both:
                 report.note(f"{both} of {tests} test samples are training samples, too")
@@ -563,9 +574,10 @@ def check_data(report, seen):
     of_all = [rank["samples"] for name in ("one", "two", "resumed") for rank in seen.get(name, [])]
     of_all = [{key: found[key] for key in ("lengths", "few")} for found in of_all if found]
     same = all(found == of_all[0] for found in of_all)
-    report.check("all processes, and all starts, load the same data", same,
-                 "sort what comes from a set or a folder, seed what is random (numpy, pandas and "
-                 "scikit-learn, too), and load all samples on all ranks")
+    return report.check(
+        "all processes, and all starts, load the same data", same, "sort what comes from a set or a "
+        "folder, seed what is random (numpy, pandas, scikit-learn, too), and load all samples on "
+        "all ranks")
 
 
 def check_training(report, seen, problem):
@@ -588,6 +600,9 @@ def check_training(report, seen, problem):
     elif two:
         check_gradients(report, one, two, batch_loss=is_loss_of_a_batch(seen))
     check_sums(report, seen)
+    trained = {name for step in one["steps"] for name, norm in step["norms"].items() if norm}
+    if left := one["weights"].keys() - trained:
+        report.note(f"no step trains {some(sorted(left))}: are they in the loss and the optimizer?")
     if two and "start" in one:
         different = [name for name in two[0]["weights"]
                      if two[0]["weights"][name] != two[1]["weights"].get(name)]
@@ -600,36 +615,44 @@ def check_training(report, seen, problem):
 
 
 def check_gradients(report, one, two, batch_loss):
-    pairs = list(zip(one["steps"], two[0]["steps"]))
+    pairs = list(zip(one["steps"], two[0]["steps"], two[1]["steps"]))
     report.check("the learning rates are the same on one and two processes",
-                 all(step["rates"] == other["rates"] for step, other in pairs),
+                 all(step["rates"] == other["rates"] for step, other, _ in pairs),
                  "a step's rate is that of build_optimizer times learning_rate, on any number of "
                  "processes: it belongs to the global batch")
     promise = "the first gradients are the same on one and two processes"
-    first = [norms_that_differ(step["norms"], other["norms"], 0.03 if number else 1e-3)
-             for number, (step, other) in enumerate(pairs)]  # rounding grows from step to step
+    different = [norms_that_differ(step["norms"], other["norms"], 0.03 if number else 1e-3)
+                 for number, (step, other, _) in enumerate(pairs)]  # rounding grows in each step
+    same_losses = [equal_losses(*steps) for steps in pairs]
     if not pairs or not pairs[0][0]["norms"]:
         report.skip(promise, "the optimizer computes them itself, or makes no step")
-    elif first[0]:
-        losses = sorted(loss for loss, *_ in pairs[0][0]["losses"])
-        others = sorted(loss for rank in two for loss, *_ in rank["steps"][0]["losses"])
-        same = len(losses) == len(others) and all(map(lambda a, b: close(a, b, 1e-3), losses, others))
-        remedy = ("the losses are the same: call model(...), not model.module or a method of it; "
-                  "keep loss * (world_size / global_batch)" if same else
-                  "the losses differ, too: each rank reads its share of the same samples, takes random "
-                  "numbers from torch, and keeps nothing of earlier steps")
-        if batch_loss:
-            report.note(f"the first gradients differ on two processes: {some(first[0])}. This is "
-                        "right for a loss over a batch whose outputs are exchanged")
+    elif different[0] and batch_loss:
+        report.note(f"the first gradients differ on two processes: {some(different[0])}. This is "
+                    "right for a loss over a batch whose outputs are exchanged")
+    elif different[0]:
+        report.check(promise, False, f"not {some(different[0])}; the losses " + (
+            "are the same: call model(...), not model.module or a method of it; keep loss * "
+            "(world_size / global_batch)" if same_losses[0] else
+            "differ, too: each rank reads its share of the same samples, takes random numbers from "
+            "torch, and keeps nothing of earlier steps"))
+    elif report.check(promise, True) and any(different):
+        number = [bool(names) for names in different].index(True)
+        step, *others = pairs[number]
+        same_batches = sorted(step["batches"]) == sorted(sum((o["batches"] for o in others), []))
+        if not same_batches and not same_losses[number]:
+            report.check("and so are later ones", False, f"from step {number + 1} on, the ranks "
+                         "read other samples: their order depends on seed and epoch alone")
         else:
-            report.check(promise, False, f"not {some(first[0])}; {remedy}")
-    else:
-        report.check(promise, True)
-        if any(first):
-            number = [bool(different) for different in first].index(True)
-            report.note(f"those of step {number + 1} differ on two processes "
-                        f"({some(first[number])}): by rounding, as with BatchNorm on few values, or "
-                        "by a state that each rank keeps for itself")
+            report.note(f"the gradients of step {number + 1} differ on two processes "
+                        f"({some(different[number])}): by rounding, as with BatchNorm on few "
+                        "values, or by a state that each rank keeps for itself")
+
+
+def equal_losses(step, *others):
+    """Return whether the ranks have together the losses of one process."""
+    losses = sorted(loss for loss, *_ in step["losses"])
+    of_ranks = sorted(loss for other in others for loss, *_ in other["losses"])
+    return len(losses) == len(of_ranks) and all(map(close, losses, of_ranks))
 
 
 def norms_that_differ(norms, others, tolerance):
@@ -646,10 +669,11 @@ def loss_ratio(seen, place):
     if not seen.get("whole step") or not seen["whole step"][0]["steps"]:
         return None
     parts, whole = (seen[name][0]["steps"][0]["losses"] for name in ("one", "whole step"))
-    if len(parts) != 4 or len(whole) != 1 or any(len(part) <= place for part in [*parts, *whole]):
+    if not whole or len(parts) != 4 * len(whole) or any(len(part) <= place
+                                                        for part in [*parts, *whole]):
         return None
-    total = sum(part[place] for part in parts)
-    return total / whole[0][place] if whole[0][place] else (1.0 if not total else math.inf)
+    total, total_of_whole = (sum(part[place] for part in some) for some in (parts, whole))
+    return total / total_of_whole if total_of_whole else (1.0 if not total else math.inf)
 
 
 def is_noisy(seen):
@@ -677,7 +701,8 @@ def check_sums(report, seen):
                     "len(labels), or use reduction=\"sum\""):
         if is_loss_of_a_batch(seen):
             report.note("the sum of the losses depends on the batch size. This is right for a loss "
-                        "over a batch (SupCon, triplets); a penalty is multiplied by len(labels)")
+                        "over a batch (SupCon, triplets); a penalty is multiplied by len(labels), "
+                        "and outputs and targets of a regression have the same shape")
 
 
 def check_evaluation(report, seen):
@@ -755,11 +780,6 @@ def check_resume(report, seen, problem, problem_of_more, folder):
         report.check("and with the same test results", results[0] == results[1],
                      f"{show(results[1])}, not {show(results[0])}: what is tested, such as an average of the "
                      "weights, belongs into saved, before restore()")
-    unchanged = [name for name, value in one["weights"].items() if one["start"].get(name) == value]
-    if unchanged:
-        report.note(f"no step has changed {some(unchanged)}: are they in the optimizer?")
-
-
 def why_other_numbers(one, resumed):
     """Return the remedy, by what is the first to differ in the resumed run."""
     steps = zip(one["steps"][len(one["steps"]) - len(resumed["steps"]):], resumed["steps"])
@@ -771,15 +791,15 @@ def why_other_numbers(one, resumed):
         drawn = [name for name in ("numpy", "random") if one["random"][name]]
         return ("the first loss after the resume is another one. " +
                 (f"The loss draws random numbers of {' and '.join(drawn)}: take torch's"
-                 if drawn else "Random numbers in transforms, build_model and the loss are torch's; "
-                 "what must survive a stop (a counter, a queue, a hidden state, a generator) is "
-                 "a buffer of the model, or in saved before restore()"))
+                 if drawn else "What must survive a stop (a counter, a queue, a hidden state, a "
+                 "generator) is a buffer of the model, or in saved before restore(); random "
+                 "numbers are torch's, or those of numpy get a seed for each sample"))
+    if one["not saved"]:
+        return (f"an optimizer ({some(one['not saved'])}) is not in saved: put it there, and its "
+                "model, before restore()")
     if different and different[0] == (0, "norms"):
         return ("the first loss after the resume is the same, but not the gradient: are gradients "
                 "of the step before kept? Call optimizer.zero_grad() before each step")
-    if one["not saved"]:
-        return (f"an optimizer ({some(one['not saved'])}) is not in saved: put it there, before "
-                "restore()")
     return "what changes in each step belongs into saved, before restore()"
 
 
