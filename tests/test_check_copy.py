@@ -24,13 +24,13 @@ FLAGS = {"cifar10_ddp": ("--fake-data", "128"), "fashionmnist_ddp": ("--fake-dat
 class Forked:
     """A process of check_copy that is forked, in place of an interpreter that imports torch."""
 
-    def __init__(self, task, env, log):
+    def __init__(self, arguments, env, log):
         self.process = multiprocessing.get_context("fork").Process(target=self.work,
-                                                                   args=(task, env, log))
+                                                                   args=(arguments, env, log))
         self.process.start()
         self.kill = self.process.kill
 
-    def work(self, task, env, log):
+    def work(self, arguments, env, log):
         sys.stdout = sys.stderr = open(log, "w", buffering=1)
         os.dup2(sys.stdout.fileno(), 2)
         os.environ.clear()
@@ -40,7 +40,7 @@ class Forked:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         try:
-            check_copy.process(task)
+            check_copy.process(*arguments)
         except SystemExit as end:
             print(end)
             os._exit(1)
