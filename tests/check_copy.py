@@ -9,7 +9,6 @@ differs. Start it in the folder in which my.py finds its data. It writes tempora
 
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
-import ast
 import collections
 import ctypes
 import faulthandler
@@ -34,7 +33,6 @@ TRAINING_SAMPLES, TEST_SAMPLES = 54, 23  # 3 steps of 16 samples in an epoch; 6 
 SETTINGS = {"epochs": 2, "global_batch": 16, "workers": 1, "nproc": None, "log_every": 1e9,
             "save_every": 1e9, "timeout": 1800}
 WAIT = 60  # seconds: a process that computes nothing for longer waits for another
-SMALL_STEPS = 0.01  # of the learning rate: no copy diverges in its small batches
 
 
 class Job(NamedTuple):
@@ -70,16 +68,15 @@ def process(path, folder, rank, wait, jobs, flags):
 
 
 class FirstStep(BaseException):
-    """Ends a training after its first step."""
+    """Ends a training before its first step."""
 
 
 def train(module, functions, folder, wait, job):
     """Call the copy's train(). Return what was seen in it, as numbers and text."""
-    from torch.optim.optimizer import (register_optimizer_step_post_hook,
-                                       register_optimizer_step_pre_hook)
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
     seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
-    step = {"losses": [], "batches": []}  # of which the next step is made
-    sets, saved, rates, evaluating = [], {}, {}, []
+    losses, batches = [], []  # of which the next step is made
+    sets, saved, evaluating = [], {}, []
 
     def sign_of_life():
         if wait:  # for so many seconds, then print the line in which each thread is, and end
@@ -103,39 +100,36 @@ def train(module, functions, folder, wait, job):
         if evaluating:
             seen["draws"] |= random_numbers() != before
         else:
-            step["losses"].append(floats(result))
-            step["batches"].append(digest(batch))
+            losses.append(floats(result))
+            batches.append(digest(batch))
         return result
 
     def see_evaluation(model, *arguments, **options):
-        before = digest(list(model.buffers()))
+        before = digest([*model.buffers()])
         evaluating.append(True)
-        seen["evaluations"].append(floats(functions["evaluate"](model, *arguments, **options)))
+        result = functions["evaluate"](model, *arguments, **options)
         evaluating.pop()
-        seen["changes"] |= digest(list(model.buffers())) != before
-        return seen["evaluations"][-1]
+        seen["evaluations"].append(floats(result))
+        seen["changes"] |= digest([*model.buffers()]) != before
+        return result
 
     def before_step(optimizer, *_):
         sign_of_life()
         names = {id(weight): name for name, weight in weights(saved.get("parts", {})).items()}
-        parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-        rates[id(optimizer)] = [group.get("lr", 1.0) for group in optimizer.param_groups]
-        step["rates"] = list(map(float, rates[id(optimizer)]))
-        step["norms"] = {names.get(id(weight), f"weight {number} (in no model of saved)"):
-                         float(weight.grad.detach().to_dense().double().norm())
-                         for number, weight in enumerate(parameters) if weight.grad is not None}
-        seen["steps"].append(step.copy())
-        step.update(losses=[], batches=[])
-        for group in optimizer.param_groups:
-            group["lr"] = group.get("lr", 1.0) * SMALL_STEPS
-
-    def after_step(optimizer, *_):
-        for group, rate in zip(optimizer.param_groups, rates[id(optimizer)]):
-            group["lr"] = rate
-        if job.end == "signal" and len(seen["steps"]) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        gradients = {names.get(id(weight), f"weight {number} (in no model of saved)"): weight.grad
+                     for group in optimizer.param_groups
+                     for number, weight in enumerate(group["params"]) if weight.grad is not None}
+        norms = {name: gradient.detach().to_dense().double().norm().item()
+                 for name, gradient in gradients.items()}
+        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        seen["steps"].append({"losses": losses.copy(), "batches": batches.copy(), "rates": rates,
+                              "norms": norms})
+        losses.clear()
+        batches.clear()
         if job.end == "first step":
             raise FirstStep
+        if job.end == "signal" and len(seen["steps"]) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def aside(path, reading=False):
         """Return a temporary path for what the copy saves beside its checkpoint, as best.pt."""
@@ -157,8 +151,7 @@ def train(module, functions, folder, wait, job):
     settings = {**SETTINGS, "batch_size": job.batch_size,
                 "checkpoint": f"{folder}/{job.checkpoint}.pt"}
     vars(args).update({name: value for name, value in settings.items() if hasattr(args, name)})
-    hooks = [register_optimizer_step_pre_hook(before_step),
-             register_optimizer_step_post_hook(after_step)]
+    hook = register_optimizer_step_pre_hook(before_step)
     try:
         module.train(args)
     except (SystemExit, FirstStep):
@@ -167,8 +160,7 @@ def train(module, functions, folder, wait, job):
         seen["stopped"] = True
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     faulthandler.cancel_dump_traceback_later()
     parts = saved.get("parts", {})
     seen["end"] = {f"{name}{place}": value for name, part in parts.items()
@@ -231,32 +223,27 @@ class Few:
 
 
 def read(data, indices):
-    """Return digests of samples by their indices. Ten seconds are enough for large photographs."""
-    end = time.monotonic() + 10
+    """Return digests of samples, by their indices."""
     found = {}
     for index in indices:
         random.seed(0)
         torch.manual_seed(0)
         found[index] = digest([part[index] for part in data] if are_tensors(data) else data[index])
-        if time.monotonic() > end and len(found) >= 20:
-            break
     return found
 
 
 # ---- Numbers ----
-def digest(value, depth=5):
+def digest(value):
     """Return a text that equal samples, or equal tensors, share."""
     if isinstance(value, torch.Tensor):
         value = value.detach().to_dense().contiguous()
         content = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
     elif hasattr(value, "tobytes"):  # arrays of numpy, images
         content = value.tobytes()
-    elif isinstance(value, (list, tuple)):
-        content = "".join(digest(part, depth) for part in value).encode()
     elif isinstance(value, dict):
-        content = digest([*value.items()], depth).encode()
-    elif hasattr(value, "__dict__") and depth:  # a graph
-        content = digest(vars(value), depth - 1).encode()
+        content = digest([*value.items()]).encode()
+    elif isinstance(value, (list, tuple)):
+        content = "".join(map(digest, value)).encode()
     else:
         content = repr(value).encode() if isinstance(value, (str, int, float)) else b""
     return hashlib.blake2b(content, digest_size=12).hexdigest()
@@ -281,9 +268,9 @@ def weights(parts):
 def floats(result):
     """Return the numbers of a result: the loss is the first."""
     if isinstance(result, torch.Tensor):
-        return [float(result.detach().double().sum())]
-    parts = list(result.values()) if isinstance(result, dict) else result
-    if isinstance(parts, (list, tuple)):
+        return [result.detach().double().sum().item()]
+    if isinstance(result, (list, tuple, dict)):
+        parts = result.values() if isinstance(result, dict) else result
         return [number for part in parts for number in floats(part)]
     return [float(result)]
 
@@ -298,46 +285,37 @@ def run(folder, path, flags, jobs, nproc=1, wait=None):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    logs = [f"{folder}/{jobs[0].name}-{rank}.log" for rank in range(nproc)]
-    processes = [start([path, folder, rank, wait, jobs, flags], environment(rank, nproc, port), log)
-                 for rank, log in enumerate(logs)]
+    others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
+              "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled")
+    if nproc > 1:
+        env.update(WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    processes = []
     try:
-        while None in (found := [process.poll() for process in processes]) and not any(found):
-            time.sleep(0.05)
-        end = time.monotonic() + 30  # if one has failed, others notice it, or wait as long
-        while None in [process.poll() for process in processes] and time.monotonic() < end:
-            time.sleep(0.05)
+        for rank in range(nproc):
+            env.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            processes.append(start([path, folder, rank, wait, jobs, flags], env,
+                                   f"{folder}/{jobs[0].name}-{rank}.log"))
+        statuses = [process.wait() for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     seen = {}
     for name in [job.name for job in jobs]:
         files = [pathlib.Path(f"{folder}/{name}-{rank}.json") for rank in range(nproc)]
         if all(file.exists() for file in files):
             seen[name] = [json.loads(file.read_text()) for file in files]
-    failed = any(process.returncode for process in processes)
-    problem = "".join(f"\n      rank {rank} {last_lines(path, process.returncode, log)}"
-                      for rank, (process, log) in enumerate(zip(processes, logs)))
-    return seen, problem if failed else ""
+    ends = [last_lines(path, status, f"{folder}/{jobs[0].name}-{rank}.log")
+            for rank, status in enumerate(statuses)]
+    return seen, "".join(f"\n      rank {rank} {end}" for rank, end in enumerate(ends)
+                         if any(statuses))
 
 
 def start(arguments, env, log):
     command = [sys.executable, os.path.realpath(__file__), "--process", json.dumps(arguments)]
     return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=open(log, "w"),
                             stderr=subprocess.STDOUT)
-
-
-def environment(rank, nproc, port):
-    """Return the variables of a process, without those of a job, a pod or a notebook."""
-    others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
-              "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-    env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled")
-    if nproc > 1:
-        env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
-                   LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return env
 
 
 def last_lines(path, status, log):
@@ -376,10 +354,9 @@ def main():
         print(__doc__)
         sys.exit(2)
     path, flags = os.path.realpath(sys.argv[1]), sys.argv[2:]
-    functions = {node.name for node in ast.walk(ast.parse(pathlib.Path(path).read_bytes()))
-                 if isinstance(node, ast.FunctionDef)}
+    text = pathlib.Path(path).read_text()
     missing = [name for name in ("parse_args", "load_data", "train", "save_checkpoint")
-               if name not in functions]
+               if f"def {name}(" not in text]
     if missing:
         print(f"----  not checked: {sys.argv[1]} has no function {missing[0]}: it is no copy of "
               "cifar10_ddp, fashionmnist_ddp or cpu_ddp")
@@ -452,17 +429,17 @@ def check_evaluation(seen):
     changes = ", and it changes the model" if one["changes"] else ""
     check("an evaluation depends on the saved weights alone",
           results["one"] == results["again"] and not changes,
-          f"{show(results['one'])} at the end of a run, {show(results['again'])} when it is started "
-          f"again{changes}: call model.eval(); call torch.manual_seed(0) before evaluate() if it "
-          "draws random numbers; put what is tested (an average) into saved")
+          f"{show(results['one'])} at the end of a run, {show(results['again'])} when it is "
+          f"started again{changes}: call model.eval(); call torch.manual_seed(0) before evaluate() if "
+          "it draws random numbers; put what is tested (an average) into saved")
     if one["draws"] or changes:
         skip(promise, "the evaluation draws random numbers, or changes the model")
         return False
     test, whole = results["test"], results["whole test"]
     ratios = [part / all_at_once if all_at_once else 1.0 for part, all_at_once in zip(test, whole)]
     if any(4.5 < ratio < 9 for ratio in ratios):  # 6 batches, or one
-        check(promise, False, f"{show(test)} in batches of 4, {show(whole)} in a single one: return "
-              "sums over samples, of loss and metric, or multiply means by len(labels)")
+        check(promise, False, f"{show(test)} in batches of 4, {show(whole)} in a single one: "
+              "return sums over samples, of loss and metric, or multiply means by len(labels)")
     elif not math.isclose(ratios[0], 1, rel_tol=0.02):
         print(f"note  the test loss depends on the batch size, as one over pairs of samples does: "
               f"{show(test)} in batches of 4, {show(whole)} in a single one")
@@ -485,8 +462,8 @@ def check_training(seen, of_a_batch):
         sums, whole_sums = ([sum(values) for values in zip(*losses)] for losses in (parts, whole))
         means = any(2.8 < part / (whole or math.inf) < 5.6
                     for part, whole in zip(sums, whole_sums))
-        check(promise, not means, f"{show(sums)} of 16 samples in four parts, {show(whole_sums)} in "
-              "a single one: multiply means by len(labels)")
+        check(promise, not means, f"{show(sums)} of 16 samples in four parts, {show(whole_sums)} "
+              "in a single one: multiply means by len(labels)")
     trained = {name for step in one["steps"] for name, value in step["norms"].items() if value}
     if left := sorted(one["weights"].keys() - trained):
         print(f"note  no step trains {some(left)}: is it in the loss and the optimizer?")
@@ -538,9 +515,9 @@ def check_resume(seen, problem, problem_of_more, has_saved):
              for number, (before, after) in enumerate(steps, 1)
              for key, name in {"rates": "rate", "losses": "loss", "norms": "gradient"}.items()
              if before[key] != after[key]][:1]
-    check(promise, not different, f"not {some(first + different)}. Put what must survive a stop into "
-          "saved, before restore(): models, optimizers, schedulers, averages, counters; queues and "
-          "hidden states are buffers of a model. Use random numbers of torch. Call "
+    check(promise, not different, f"not {some(first + different)}. Put what must survive a stop "
+          "into saved, before restore(): models, optimizers, schedulers, averages, counters; a "
+          "queue and a hidden state are buffers of a model. Use random numbers of torch. Call "
           "optimizer.zero_grad() before each step")
 
 
