@@ -168,14 +168,15 @@ def train(module, functions, folder, wait, job):
     seen["weights"] = {name: digest(weight) for name, weight in weights(parts).items()
                        if weight.requires_grad}
     if job.name in ("one", "two", "resumed"):
-        # Read now: the loader's processes would share a file that is opened before they start
+        # Now: the loader's processes would share a file that is opened before they start
+        seen["sizes"] = [size(data) for data in sets]
         seen["samples"] = [read(data, range(0, size(data), 1 + size(data) // 20)) for data in sets]
-        seen["sizes"] = list(map(size, sets))
     if job.name == "one" and len(sets) > 1:
-        seen["test"] = read(sets[1], range(0, size(sets[1]), 1 + size(sets[1]) // 100))
-        most = 1 + size(sets[0]) // (10**6 if are_tensors(sets[0]) else 400)
-        indices = dict.fromkeys([*map(int, seen["test"]), *range(0, size(sets[0]), most)])
-        seen["training"] = read(sets[0], [index for index in indices if index < size(sets[0])])
+        data, test_data = sets[:2]
+        seen["test"] = read(test_data, range(0, size(test_data), 1 + size(test_data) // 100))
+        most = size(data) if are_tensors(data) else 400
+        places = {*map(int, seen["test"]), *range(0, size(data), 1 + size(data) // most)}
+        seen["training"] = read(data, sorted(place for place in places if place < size(data)))
     return seen
 
 
@@ -212,11 +213,7 @@ class Few:
     def __getattr__(self, name):
         if "all_samples" not in vars(self):  # it is being unpickled
             raise AttributeError(name)
-        return self.shorten(getattr(self.all_samples, name))
-
-    def shorten(self, value):
-        if are_tensors(value):  # of a TensorDataset
-            return tuple(map(self.shorten, value))
+        value = getattr(self.all_samples, name)
         if not hasattr(value, "__getitem__") or len(value) != len(self.all_samples):
             return value
         return value[self.indices] if hasattr(value, "shape") else [value[i] for i in self.indices]
@@ -288,7 +285,8 @@ def run(folder, path, flags, jobs, nproc=1, wait=None):
     others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
               "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-    env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled")
+    env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled",
+               TORCH_DISTRIBUTED_DEBUG="INFO")  # names the parameters that have no gradient
     if nproc > 1:
         env.update(WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     processes = []
@@ -324,14 +322,14 @@ def last_lines(path, status, log):
         return "has ended"
     text = pathlib.Path(log).read_text(errors="replace")
     waits = "Timeout (" in text  # faulthandler's word
-    last_stack = text.rpartition("(most recent call")[2]
-    frames = re.findall(rf'File "{re.escape(path)}", line (\d+),? in (\w+)', last_stack)
-    errors = re.findall(r"^(?:\w[\w.]*Error|error|Exception): .*", last_stack, re.MULTILINE)
-    errors = [] if waits else errors[-1:] or last_stack.splitlines()[-4:]
-    places = [f"line {number}, {name}(): {linecache.getline(path, int(number)).strip()}"
+    stack = text.rpartition("(most recent call")[2]
+    errors = re.findall(r"^(?:[\w.]+Error|error|Exception|Parameters which).*", stack, re.MULTILINE)
+    frames = re.findall(rf'File "{re.escape(path)}", line (\d+),? in (\w+)', stack)
+    lines = ["waits in" if waits else f"ends with status {status}"]
+    lines += [f"line {number}, {name}(): {linecache.getline(path, int(number)).strip()}"
               for number, name in frames if name != "<module>"]
-    return "\n        ".join(["waits in" if waits else f"ends with status {status}", *places,
-                             *(f"{line:.400}" for line in errors)])
+    lines += [] if waits else errors[-2:] or stack.splitlines()[-3:]
+    return "\n        ".join(line[:400] for line in lines)
 
 
 # ---- Compare ----
@@ -388,7 +386,7 @@ def compare(folder, path, flags):
         skip("the rest", "it would differ, too")
         return 1
     check("two processes train to the end", bool(two), f"they do not{problem_of_two}")
-    of_a_batch = check_evaluation(seen)
+    of_a_batch = check_evaluation(seen, bool(two) and check_weights(*two["two"]))
     check_training(seen, of_a_batch)
     check_resume(seen, problem, problem_of_more, os.path.exists(f"{folder}/stopped.pt"))
     return int(len(failed) > 0)
@@ -403,11 +401,11 @@ def check_data(seen):
         times = collections.Counter(one["training"].values())
         in_both, tests = sum(value in times for value in one["test"].values()), len(one["test"])
         share = in_both / tests * one["sizes"][0] / len(one["training"])
-        by_chance = sum(number > 1 for number in times.values()) / len(times)  # in small tables
+        by_chance = sum(times[value] > 1 for value in one["training"].values()) / sum(times.values())
         leak = in_both > 2 and share > 0.5 + by_chance / 2
         check(promise, not leak, f"{in_both} of {tests} test samples are among "
               f"{len(one['training'])} training samples. Draw or split both sets at once")
-        if in_both and not leak:
+        if in_both and not leak and by_chance < 0.5:
             print(f"note  {in_both} of {tests} test samples are training samples, too")
     of_all = [(rank["sizes"], rank["samples"])
               for name in ("one", "two", "resumed") for rank in seen.get(name, [])]
@@ -417,7 +415,15 @@ def check_data(seen):
                  "on all ranks")
 
 
-def check_evaluation(seen):
+def check_weights(first, second):
+    different = [name for name, value in first["weights"].items()
+                 if second["weights"].get(name) != value]
+    return check("all processes have the same weights at the end", not different,
+                 f"not {some(different)}: call model(...), no method of it; each model needs its "
+                 "DDP; set requires_grad in build_model")
+
+
+def check_evaluation(seen, compare_two):
     """Return whether the test loss is one of a batch, as of pairs of samples, not of samples."""
     one = seen["one"][0]
     promise = "the same weights are tested alike on one and two processes"
@@ -427,13 +433,14 @@ def check_evaluation(seen):
         skip(promise, "evaluate() is not called in the first two epochs")
         return False
     changes = ", and it changes the model" if one["changes"] else ""
-    check("an evaluation depends on the saved weights alone",
-          results["one"] == results["again"] and not changes,
-          f"{show(results['one'])} at the end of a run, {show(results['again'])} when it is "
-          f"started again{changes}: call model.eval(); call torch.manual_seed(0) before evaluate() if "
-          "it draws random numbers; put what is tested (an average) into saved")
-    if one["draws"] or changes:
-        skip(promise, "the evaluation draws random numbers, or changes the model")
+    alike = check("an evaluation depends on the saved weights alone",
+                  results["one"] == results["again"] and not changes,
+                  f"{show(results['one'])} at the end of a run, {show(results['again'])} when it "
+                  f"is started again{changes}: call model.eval(); call torch.manual_seed(0) before "
+                  "evaluate() if it draws random numbers; put what is tested (an average) into "
+                  "saved")
+    if one["draws"] or not alike:
+        skip(promise, "the evaluation draws random numbers, or depends on more than the weights")
         return False
     test, whole = results["test"], results["whole test"]
     ratios = [part / all_at_once if all_at_once else 1.0 for part, all_at_once in zip(test, whole)]
@@ -444,7 +451,7 @@ def check_evaluation(seen):
         print(f"note  the test loss depends on the batch size, as one over pairs of samples does: "
               f"{show(test)} in batches of 4, {show(whole)} in a single one")
         return True
-    elif "two" in results:
+    elif compare_two:
         check(promise, math.isclose(results["two"][0], test[0], rel_tol=2e-3),
               f"{show(results['two'])} on two, {show(test)} on one: each rank tests its share, and "
               "the sums of all ranks are added up")
@@ -464,9 +471,6 @@ def check_training(seen, of_a_batch):
                     for part, whole in zip(sums, whole_sums))
         check(promise, not means, f"{show(sums)} of 16 samples in four parts, {show(whole_sums)} "
               "in a single one: multiply means by len(labels)")
-    trained = {name for step in one["steps"] for name, value in step["norms"].items() if value}
-    if left := sorted(one["weights"].keys() - trained):
-        print(f"note  no step trains {some(left)}: is it in the loss and the optimizer?")
     if "two" not in seen:
         return
 
@@ -489,11 +493,6 @@ def check_training(seen, of_a_batch):
         check(promise, not different, f"not {some(different)}: call model(...), no method of it; "
               "keep loss * (world_size / global_batch); use random numbers of torch, in "
               "build_model, too; keep no state in globals")
-    different = [name for name, value in first["weights"].items()
-                 if second["weights"].get(name) != value]
-    check("all processes have the same weights at the end", not different,
-          f"not {some(different)}: call model(...), no method of it; each model needs its DDP; set "
-          "requires_grad in build_model")
 
 
 def check_resume(seen, problem, problem_of_more, has_saved):

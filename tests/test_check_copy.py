@@ -63,6 +63,7 @@ def check(copy, *flags):
     """Return the exit status and the text of check_copy, whose processes are forked."""
     check_copy.start = Forked
     check_copy.WAIT = 6
+    check_copy.failed.clear()
     sys.argv = ["check_copy.py", str(copy), *map(str, flags)]
     status = 0
     with contextlib.redirect_stdout(io.StringIO()) as text:
