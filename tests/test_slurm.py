@@ -606,8 +606,8 @@ def test_two_terminals_train_together(lab):
                      timeout=300)
     job = re.search(r"allocation (\d+)", granted)[1]
     terminal = f"srun --jobid={job} --overlap --nodes=1 --ntasks=1 --nodelist="
-    lab.sh(f"NPROC=1 {terminal}c1 bash slurm/ddp-master-node.sh cpu_ddp/train.py --epochs 4 "
-           ">master.log 2>&1 &")
+    lab.sh(f"(NPROC=1 {terminal}c1 bash slurm/ddp-master-node.sh cpu_ddp/train.py --epochs 4 "
+           ">master.log 2>&1 &)")
     shown = lab.sh("until grep '^    cd ' master.log; do sleep 0.1; done", timeout=100)
     lab.sh(f"{terminal}c2 bash -c {shlex.quote(shown.strip())}", timeout=300)
     lab.sh(f"while pgrep -x srun; do sleep 1; done; scancel {job}", timeout=300)
