@@ -29,8 +29,7 @@ IMAGES = "--epochs 1 --fake-data 32 --batch-size 8"
 LONG = "--epochs 40 --samples 256 --save-every 1000 --log-every 0"
 
 # What a notebook leaves in the shell.
-LEFT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 9994}
+LEFT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
 # What a module may set.
 BINDING = {"OMP_PROC_BIND": "true", "GOMP_CPU_AFFINITY": "0"}
 # What is exported for srun.
