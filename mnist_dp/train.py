@@ -71,7 +71,8 @@ def load_data(args):
     """Return the training set and the test set: images (N, 1, 28, 28) as uint8, labels (N,)."""
     if args.fake_data:
         return fake_images(args.fake_data, (1, 28, 28), args.seed)
-    train_set, test_set = (MNIST(args.data_dir, train) for train in (True, False))
+    train_set = MNIST(args.data_dir, train=True)
+    test_set = MNIST(args.data_dir, train=False)
     return ((train_set.data.unsqueeze(1), train_set.targets),
             (test_set.data.unsqueeze(1), test_set.targets))
 
@@ -161,21 +162,12 @@ def evaluate(model, images, labels, batch_size):
 
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
 def configure(device):
     """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
