@@ -25,10 +25,8 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import time
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,18 +67,9 @@ def parse_args(flags=None):
     parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
-    numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.image_size,
-               args.timeout)
-    if any(number is not None and number < 1 for number in numbers):
-        parser.error("epochs, batch sizes and other numbers must be at least 1")
-    numbers = (args.lr, args.save_every, args.log_every, args.workers or 0)
-    if not all(number >= 0 for number in numbers):  # nan is not
-        parser.error("--lr, --save-every, --log-every and --workers must be at least 0")
     if args.image_size is None:
         small = args.model == "resnet18" and not args.image_folder and not args.pretrained
         args.image_size = 32 if small else 224
-    if args.model.startswith(("maxvit_", "vit_")) and args.image_size != 224:
-        parser.error(f"{args.model} takes images of 224 pixels")
     return args
 
 
@@ -91,9 +80,7 @@ MAY_CHANGE = ("epochs", "batch_size", "bf16", "workers", "data_dir", "checkpoint
 
 def build_model(args, classes):
     """Return a model that maps images (N, 3, size, size) to logits (N, classes)."""
-    auxiliary = args.model in ("googlenet", "inception_v3")
-    options = {"aux_logits": False, "init_weights": True} if auxiliary else {}
-    model = models.get_model(args.model, num_classes=classes, **options)
+    model = models.get_model(args.model, num_classes=classes)
     if args.model == "resnet18" and args.image_size <= 32 and not args.pretrained:
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # usual for small images
         model.maxpool = nn.Identity()
@@ -109,22 +96,12 @@ def build_optimizer(args, model, global_batch):
                            fused=True)
 
 
-def pretrained_weights(args):
-    """Return torchvision's weights by name, downloaded unless they are there, or exit."""
-    try:
-        return models.get_model(args.model, weights="DEFAULT").state_dict()
-    except Exception as error:
-        url = models.get_model_weights(args.model).DEFAULT.url
-        sys.exit(f"error: no weights ({error!r}): put {url} into {torch.hub.get_dir()}/checkpoints")
-
-
-def load_pretrained(model, weights):
-    """Load the weights whose name and shape are those of the model, and log which it keeps."""
+def load_pretrained(args, model):
+    """Load torchvision's weights but for those of other shapes, as of the last layer."""
+    weights = models.get_model(args.model, weights="DEFAULT").state_dict()
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
                if name in state and state[name].shape == tensor.shape}
-    if not fitting:
-        sys.exit(f"error: no weight fits: they are {list(weights)[:3]}, not {list(state)[:3]}")
     state.update(fitting)
     model.load_state_dict(state)
     log(f"pretrained, but for {', '.join(sorted(state.keys() - fitting)) or 'nothing'}")
@@ -136,9 +113,12 @@ def learning_rate(step, total_steps):
 
 
 def prepare_data(args):
-    """Download CIFAR-10 unless it is there. The first process of each machine calls this."""
+    """Download what is not there. The first process of each machine calls this."""
+    socket.setdefaulttimeout(60)  # a server may not answer
     if not args.image_folder and not args.fake_data:
-        download(CIFAR10, args)
+        CIFAR10(args.data_dir, download=True)
+    if args.pretrained:
+        models.get_model(args.model, weights="DEFAULT")
 
 
 def load_data(args):
@@ -146,11 +126,12 @@ def load_data(args):
 
     They are data sets of pairs (image, label): images are uint8 (3, 32, 32), with --image-folder
     PIL images; labels are integers. All ranks call this with the same random numbers of torch and
-    Python, but with --image-folder only rank 0: compute what depends on the data in train().
+    Python.
     """
     if args.image_folder:
-        return [image_folder(os.path.join(args.image_folder, part), args.image_size)
-                for part in ("train", "val")]
+        read = functools.partial(read_image, size=args.image_size)
+        return [ImageFolder(os.path.join(args.image_folder, folder), loader=read)
+                for folder in ("train", "val")]
     if args.fake_data:
         sets = fake_images(args.fake_data, (3, 32, 32), args.seed)
         classes = list("0123456789")
@@ -168,22 +149,15 @@ def load_data(args):
 def transforms(args, train_set):
     """Return what turns an image into uint8 (3, size, size), at random for training."""
     size = args.image_size
-    steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
     if args.image_folder and train_set:
         steps = [v2.ToImage(), v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-    elif not args.image_folder:
-        steps = [shift_and_flip if train_set else v2.ToImage(), Resize(size)]
+    elif args.image_folder:
+        steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
+    else:
+        steps = [shift_and_flip if train_set else v2.ToImage()]
+        if size != 32:
+            steps.append(v2.Resize(size))
     return v2.Compose(steps)
-
-
-class Resize(v2.Resize):
-    """v2.Resize, which is slow for an image that has the size already."""
-
-    def forward(self, *inputs):
-        image = inputs[0]
-        if [*image.shape[-2:]] != 2 * self.size:
-            return super().forward(*inputs)
-        return inputs if len(inputs) > 1 else image
 
 
 def shift_and_flip(image, label):
@@ -213,26 +187,32 @@ def loss_and_correct(model, images, labels):
 # ---- Training ----
 @record  # torchrun then reports the exception of the rank that fails first
 def train(args):
-    args, rank, world_size, device, (train_set, test_set), checkpoint = form_group(args)
+    args, rank, world_size, device, checkpoint = form_group(args)
+    torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
+    random.seed(args.seed)
+    train_set, test_set = load_data(args)
     images, classes = len(train_set), list(train_set.classes)
+    if classes != list(test_set.classes):
+        differing = ascii(sorted(set(classes) ^ set(test_set.classes)))
+        sys.exit(f"error: training and test set have other classes: {differing:.300}")
     global_batch = choose_global_batch(args, checkpoint, images, world_size)
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
     # Each process computes its share of a batch in parts of at most --batch-size
     parts = len(range(rank, global_batch, world_size * args.batch_size))
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # again: the weights do not depend on what load_data draws
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
     if not model.training:  # as from_pretrained() returns it. Other models may have frozen layers
         model.train()
+    if args.pretrained and not checkpoint:
+        load_pretrained(args, model)
     optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
                             image_folder=bool(args.image_folder))  # wherever it is
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
-    step = restore(checkpoint, settings, saved, total_steps)
-    if args.pretrained and not checkpoint and rank == 0:  # DDP copies its model to the others
-        load_pretrained(model, pretrained_weights(args))
+    step = restore(checkpoint, settings, saved)
     del checkpoint  # a second copy of weights and optimizer
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
@@ -245,7 +225,7 @@ def train(args):
     loader = iter(build_loader(args, train_set, transforms(args, True), device,
                                batch_sampler=keys))
     test_indices = range(rank, len(test_set), world_size)
-    test_keys = [Key(args.seed, 0, False, index) for index in test_indices]
+    test_keys = [(args.seed, -1, index, index) for index in test_indices]
     test_loader = build_loader(args, test_set, transforms(args, False), device, sampler=test_keys,
                                batch_size=args.batch_size)
 
@@ -298,7 +278,8 @@ def train(args):
                 exchange.wait()
             end_of_epoch = step % steps_per_epoch == 0
             if end_of_epoch:
-                check_weights(model)
+                check_finite(saved)
+                check_weights(saved)
             due = end_of_epoch or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
                 saved_step, save_time = step, now
@@ -323,7 +304,7 @@ def evaluate(model, batches, device):
     if dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
-    training = [module for module in model.modules() if module.training]  # some may be frozen
+    frozen = [module for module in model.modules() if not module.training]
     model.eval()
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
@@ -334,90 +315,46 @@ def evaluate(model, batches, device):
             loss_sum += loss.double()
             correct_sum += correct.double()
             count += len(batch[0])
-    for module in training:
-        module.training = True
+    model.train()  # not by a flag: some layers (LoRA) undo here what eval() does
+    for module in frozen:
+        module.training = False
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
 # ---- Process group ----
 def form_group(args):
-    """Form the process group, and load the data.
+    """Form the process group, and download the data.
 
-    Return rank 0's args, this process's rank, the world size, this process's device, the training
-    and the test set, and rank 0's checkpoint, {} if there is none.
+    Return rank 0's args, this process's rank, the world size, this process's device, and rank 0's
+    checkpoint, {} if there is none.
     """
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
-    sets, checkpoint = None, {}
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
         prepare_data(args)
-        sets = load_sets(args)
-        checkpoint = load_checkpoint(args.checkpoint)
-        if args.pretrained and not checkpoint:
-            pretrained_weights(args)  # downloads them
-    cores = configure(device)
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
+    configure(device)
     cuda = device.type == "cuda"
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
                             device_id=device if cuda else None, world_size=world_size,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint, sets if args.image_folder else None]  # lists of files are small
+    of_rank_0 = [args, checkpoint]
     dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    args, checkpoint, lists = of_rank_0  # on all ranks
+    args, checkpoint = of_rank_0  # on all ranks
     if local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
-    sets = sets or lists or load_sets(args)
-    if args.workers is None:
-        args.workers = min(8, cores)  # of this process
-    return args, rank, world_size, device, sets, checkpoint
+    return args, rank, world_size, device, checkpoint
 
 
 # ---- Data: from files to batches ----
-def load_sets(args):
-    """Return the training set and the test set of load_data, or exit if their classes differ."""
-    torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
-    random.seed(args.seed)
-    sets = load_data(args)
-    classes, test_classes = (list(getattr(data, "classes", [])) for data in sets)
-    if not classes or classes != test_classes:
-        different = ascii(sorted(set(classes) ^ set(test_classes)) or [classes, test_classes])
-        sys.exit("error: training and test set need the same classes (folders, or an attribute "
-                 f"classes), not these in one of them: {different:.300}")
-    return sets
-
-
-def image_folder(folder, size):
-    """Return torchvision's data set of the images in FOLDER/CLASS/ and below, or exit."""
-    try:
-        data = ImageFolder(folder, loader=functools.partial(read_image, size=size))
-    except OSError as error:
-        refuse(error)
-    files = [len(names) for *_, names in os.walk(folder, onerror=refuse, followlinks=True)]
-    hidden = [path for path, _ in data.samples if re.search("/[.@]", path[len(folder):])]
-    if hidden:
-        refuse(f"delete or rename files that look hidden, such as {hidden[0]}")
-    if len(data.classes) == 1:
-        refuse(f"the only class in {folder} is {data.classes[0]}")
-    if sum(files) > len(data):
-        log(f"{folder}: not used are {files[0]} files beside the folders of classes, and "
-            f"{sum(files[1:]) - len(data)} in them whose names are not those of images")
-    return data
-
-
-def refuse(problem):
-    sys.exit(f"error: --image-folder requires DIR/train/CLASS/*, DIR/val/CLASS/*: {problem}")
-
-
 def read_image(path, size):
     """Return the image at path as a PIL image in RGB, upright, on gray if it is transparent."""
     try:
         with Image.open(path) as image:
-            deep = image.mode == "I" and image.format not in ("PNG", "PPM")  # those have 16 bits
-            if deep or image.mode == "F" or "I;12" in str(image.tile):  # 12 bits, in a TIFF
+            if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
                 raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
-            if image.format == "TIFF" and has_pages(image):
-                raise ValueError("it has several pages: save each as a file of its own")
             image.draft(None, (4 * size, 4 * size))  # large JPEGs: smaller, but enough for crops
             image.load()
             with contextlib.suppress(Exception):  # damaged EXIF data: viewers show the image, too
@@ -433,37 +370,21 @@ def read_image(path, size):
         raise RuntimeError(f"cannot read the image {path}: {error}") from error
 
 
-def has_pages(image):
-    """Return whether a TIFF has more than its first page and smaller copies of that."""
-    width, height = image.size
-    others = []
-    for page in range(1, image.n_frames):
-        image.seek(page)
-        others.append(image.size)
-    image.seek(0)
-    return any(2 * w > width + 1 or abs(w * height - width * h) > max(width, height)
-               for w, h in others)  # of more than half the size, or of other proportions
-
-
-class Key(NamedTuple):
-    """A sample in an epoch. Its random numbers are seeded by the hash of these numbers."""
-    seed: int
-    epoch: int
-    training: bool
-    index: int
-
-
 class SeededData(Dataset):
-    """Samples, transformed with random numbers of their key alone: a resumed run repeats them."""
+    """Samples, transformed with random numbers of their key alone: a resumed run repeats them.
+
+    A key is a tuple (seed, epoch, place in the epoch, index in data).
+    """
 
     def __init__(self, data, transform):
         self.data = data
         self.transform = transform
 
     def __getitem__(self, key):
+        *_, index = key
         torch.default_generator.manual_seed(hash(key))  # torch.manual_seed takes 80 us
         random.seed(hash(key))
-        return self.transform(*self.data[key.index])
+        return self.transform(*self.data[index])
 
 
 def batch_keys(args, images, global_batch, step, parts, rank, world_size):
@@ -472,19 +393,24 @@ def batch_keys(args, images, global_batch, step, parts, rank, world_size):
     for epoch in range(step // steps_per_epoch, args.epochs):
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
         order = torch.randperm(images, generator=shuffle)
-        batches = order.split(global_batch)[:steps_per_epoch]  # what fills no batch is dropped
+        samples = torch.stack([torch.arange(len(order)), order], 1)  # place in the epoch, index
+        batches = samples.split(global_batch)[:steps_per_epoch]  # what fills no batch is dropped
         for batch in batches[max(0, step - epoch * steps_per_epoch):]:
             for part in range(parts):
-                indices = batch[rank + part * world_size::parts * world_size]
-                yield [Key(args.seed, epoch, True, index) for index in indices.tolist()]
+                own = batch[rank + part * world_size::parts * world_size]
+                yield [(args.seed, epoch, *sample) for sample in own.tolist()]
 
 
 def build_loader(args, data, transform, device, **batches):
     """Return a DataLoader of transformed samples. batches: its options for keys and batch size."""
-    return DataLoader(SeededData(data, transform), num_workers=args.workers,
-                      persistent_workers=args.workers > 0, pin_memory=device.type == "cuda",
-                      worker_init_fn=ignore_signals, timeout=args.timeout if args.workers else 0,
-                      **batches)
+    workers = min(8, cores_per_process()) if args.workers is None else args.workers
+    # With other start methods, loader processes import PyTorch first, and a signal then ends them.
+    # Python 3.14's forkserver also keeps them alive at the end
+    fork = "fork" if workers and sys.platform == "linux" else None
+    return DataLoader(SeededData(data, transform), num_workers=workers,
+                      persistent_workers=workers > 0, pin_memory=device.type == "cuda",
+                      worker_init_fn=ignore_signals, timeout=args.timeout if workers else 0,
+                      multiprocessing_context=fork, **batches)
 
 
 def ignore_signals(worker):
@@ -494,10 +420,6 @@ def ignore_signals(worker):
 
 
 def main():
-    # With other start methods, loader processes import PyTorch first, and a signal then ends them.
-    # Python 3.14's forkserver also keeps them alive at the end
-    if sys.platform == "linux":
-        mp.set_start_method("fork", force=True)
     try:
         train(parse_args())
     finally:  # multiprocessing would wait for the loader's processes, which ignore SIGTERM
@@ -514,18 +436,11 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # not left by a notebook
-    mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
-    pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
-    if not launched and (mpi_tasks > tasks or pmix):
-        sys.exit("error: mpirun is not supported: use torchrun, or srun python")
-    # python is typed in srun --pty bash: it has its terminal or, as in nohup, only its session
-    shell = "SLURM_PTY_PORT" in env and (
-        os.isatty(0) or str(os.getsid(0)) == env.get("SLURM_TASK_PID"))
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
-        if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself
-            env["MASTER_ADDR"] = "".join(first_host.groups())
+        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
@@ -539,30 +454,28 @@ def pick_device(local_rank):
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
                  "CUDA_VISIBLE_DEVICES= uses the CPU")
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
-    if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
-        sys.exit(f"error: more processes than GPUs ({gpus}); CUDA_VISIBLE_DEVICES= uses the CPU")
-    if not gpus:
-        return torch.device("cpu")
-    return torch.device("cuda", 0 if own_gpu else local_rank)
+    # srun may show a process only its own GPU. NCCL refuses two processes on one GPU
+    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+
+
+def cores_per_process():
+    """Return this process's share of the cores of its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def configure(device):
-    """Use this GPU, or the CPU, at its fastest. Return this process's share of the cores."""
+    """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = max(1, cpus // local_world_size)
-    if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores)
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
+        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
-    return cores
 
 
 def mean_of_all_ranks(sums, count, device):
@@ -583,8 +496,6 @@ def choose_global_batch(args, checkpoint, samples, world_size):
     """Return the samples of a step. A run keeps those of its first start on any world size."""
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, samples)
-    if samples == 0:
-        sys.exit("error: the training set is empty")
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     return global_batch
@@ -597,136 +508,107 @@ def close_group():
     dist.destroy_process_group()
 
 
-def handle_signals(handler):
-    """Call handler on SIGTERM, Ctrl-C and a closed terminal."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-
-
 def catch_signals():
     """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
     signals = []
 
     def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps, or after this evaluation")
+        log("signal received: stopping within a few steps, or after this evaluation")
         signals.append(signum)
 
-    handle_signals(handler)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
     return signals
 
 
-def check_statistics(model):
-    """Exit unless BatchNorm's running statistics are finite."""
-    for name, buffer in model.named_buffers():
-        if "running" in name and not buffer.isfinite().all():
-            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
+def tensors_of(saved):
+    """Return the weights and BatchNorm's running statistics of all models in saved, by name."""
+    return {f"{part_name}.{name}": tensor
+            for part_name, part in saved.items() if isinstance(part, nn.Module)
+            for name, tensor in [*part.named_parameters(), *part.named_buffers()]
+            if isinstance(tensor, nn.Parameter) or "running" in name}
 
 
-def check_weights(model):
-    """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
-    check_statistics(model)
-    for name, parameter in model.named_parameters():
-        weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
-        extremes = torch.stack([weights, -weights])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        if not extremes.isfinite().all():
-            sys.exit("error: weights are not finite: use a lower --lr (and another "
-                     "--checkpoint), or data without NaN")
-        if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
-            sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
-                     "model.module or a method of it; set requires_grad in build_model")
+def check_finite(saved):
+    """Exit unless the weights and running statistics of all models are finite."""
+    for name, tensor in tensors_of(saved).items():
+        if not tensor.isfinite().all():
+            sys.exit(f"error: {name} is not finite: use a lower --lr (and another --checkpoint), "
+                     "or data without NaN and huge values")
+
+
+def check_weights(saved):
+    """Exit unless all models have the same weights on all ranks, as averaged gradients leave them.
+
+    Norms are compared: weights that are normalized to 1 may differ without an error.
+    """
+    weights = {name: tensor for name, tensor in tensors_of(saved).items()
+               if isinstance(tensor, nn.Parameter)}
+    norms = [weight.detach().double().norm().item() for weight in weights.values()]
+    extremes = torch.tensor([norms, [-norm for norm in norms]], dtype=torch.float64)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes[0], -extremes[1]
+    rounding = 1e-5 * largest.clamp(min=1e-3 * largest.norm().item())
+    for name, differs in zip(weights, largest - smallest > rounding):
+        if differs:
+            sys.exit(f"error: {name} differs between the ranks: call model(...), no method of it; "
+                     "each model needs its DDP; set requires_grad in build_model")
+
+
+def different(settings, others):
+    """Return the names of settings that others lack, or have with another value."""
+    return [name for name in {**settings, **others}
+            if settings.get(name) != others.get(name)
+            and str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
 
 
 def run_settings(args, **more):
-    """Return what defines the run: the flags but for MAY_CHANGE, and more.
-
-    Exit unless these are plain values, and equal on all ranks.
-    """
+    """Return what defines the run: the flags but for MAY_CHANGE, and more. Equal on all ranks."""
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    for name, value in json.loads(json.dumps(settings, default=str)).items():
-        if (value == settings[name]) is not True:  # a resume could not compare it
-            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value  # a list for a tuple, a plain string for a kind of string
+    settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, settings)
-    different = [name for name in settings if any(other[name] != settings[name]
-                                                  for other in of_ranks)]
-    if different:
-        sys.exit(f"error: the ranks have different data ({', '.join(different)}): sort what comes "
-                 "from a set or a folder, and seed what is random")
+    names = sorted({name for others in of_ranks for name in different(settings, others)})
+    if names:
+        sys.exit(f"error: the ranks have different data ({', '.join(names)}): sort what comes from "
+                 "a set or a folder, and seed what is random (or name them in MAY_CHANGE)")
     return settings
 
 
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
-    if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr (and another "
-                 "--checkpoint), or data without NaN")
-    check_statistics(saved["model"])
+    check_finite(saved)
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
-    try:
-        with open(temporary, "wb") as file:
-            torch.save({**states, "settings": settings, "step": step}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        sys.exit(f"error: cannot save {path} ({error}): is the disk full, or the file another "
-                 "user's?")
+    with open(temporary, "wb") as file:
+        torch.save({**states, "settings": settings, "step": step}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
     log(f"saved step {step} in {path}")
 
 
 def load_checkpoint(path):
-    """Return the checkpoint at path, {} if there is none, or exit."""
-    if not path:
+    """Return the checkpoint at path, {} if there is none."""
+    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
+    if not path or not os.path.exists(path):
         return {}
-    try:
-        folder, name = os.path.split(path)  # fail now, not at the first save
-        tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name}.", suffix=".tmp").close()
-        if not os.path.exists(path):
-            return {}
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if "global_batch" not in checkpoint["settings"]:
-            raise ValueError("it is of another program")
-        return checkpoint
-    except Exception as error:
-        sys.exit(f"error: cannot use --checkpoint {path} ({error!r}): its folder must exist and be "
-                 "writable; to start over, name another file")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def check_optimizers(saved):
-    """Exit if an optimizer has weights that are in no model, so neither exchanged nor saved."""
-    models = [part for part in saved.values() if isinstance(part, nn.Module)]
-    known = {id(weight) for model in models for weight in model.parameters()}
-    for part in saved.values():
-        for group in getattr(part, "param_groups", []):
-            if any(id(weight) not in known for weight in group["params"]):
-                sys.exit("error: the optimizer has weights that are not in the model: make them "
-                         "its parameters (or put a second model into saved)")
-
-
-def restore(checkpoint, settings, saved, total_steps):
+def restore(checkpoint, settings, saved):
     """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
-    check_optimizers(saved)
     if not checkpoint:
         return 0
     before = checkpoint["settings"]
-    different = [f"{name} {before.get(name)}, not {settings.get(name)}"
-                 for name in {**before, **settings} if before.get(name) != settings.get(name)]
-    different += [f"no {name}" for name in saved if name not in checkpoint]
-    different += [f"{name}, which is not in saved before restore()" for name in checkpoint
-                  if name not in {*saved, "settings", "step"}]
-    if different:
-        sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
+    changes = [f"{name} {before.get(name)}, not {settings.get(name)}"
+               for name in different(before, settings)]
+    if changes:
+        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): "
                  "name another --checkpoint")
-    if checkpoint["step"] > total_steps:
-        sys.exit(f"error: {checkpoint['step']} of {total_steps} steps are done: raise --epochs")
     for name, part in saved.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
@@ -738,17 +620,6 @@ def log(message):
         # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
-
-
-def download(dataset, args):
-    """Download a data set of torchvision to --data-dir unless it is there, or exit."""
-    try:
-        socket.setdefaulttimeout(60)  # a server may not answer
-        dataset(args.data_dir, download=True)
-        socket.setdefaulttimeout(None)
-    except Exception as error:
-        sys.exit(f"error: no {dataset.__name__} in {args.data_dir} ({error!r}): "
-                 "delete it if damaged; or --fake-data")
 
 
 def fake_images(count, shape, seed):

@@ -24,7 +24,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import time
 from datetime import timedelta
 
@@ -35,6 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
 from torchvision.datasets import FashionMNIST
 
 
@@ -56,14 +56,7 @@ def parse_args(flags=None):
     parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
     parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
-    args = parser.parse_args(flags)
-    numbers = (args.epochs, args.batch_size, args.global_batch, args.fake_data, args.nproc,
-               args.timeout)
-    if any(number is not None and number < 1 for number in numbers):
-        parser.error("epochs, batch sizes and other numbers must be at least 1")
-    if not all(number >= 0 for number in (args.lr, args.save_every, args.log_every)):  # nan is not
-        parser.error("--lr, --save-every and --log-every must be at least 0")
-    return args
+    return parser.parse_args(flags)
 
 
 # Signals stop the run after at most so many steps. Set it to 1 if a step may take seconds.
@@ -110,7 +103,8 @@ def learning_rate(step, total_steps):
 def prepare_data(args):
     """Download the data unless it is there. The first process of each machine calls this."""
     if not args.fake_data:
-        download(FashionMNIST, args)
+        socket.setdefaulttimeout(60)  # a server may not answer
+        FashionMNIST(args.data_dir, download=True)
 
 
 def load_data(args):
@@ -154,7 +148,8 @@ def train(args):
     args, rank, world_size, device, checkpoint = form_group(args)
     torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
     random.seed(args.seed)
-    train_set, test_set = load_data(args)
+    # TensorDataset refuses tensors of other lengths
+    train_set, test_set = (TensorDataset(*tensors).tensors for tensors in load_data(args))
     x, y = (tensor.to(device) for tensor in train_set)
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
     global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
@@ -172,7 +167,7 @@ def train(args):
     settings = run_settings(args, images=len(x), global_batch=global_batch,
                             label_digest=digest(y))
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
-    step = restore(checkpoint, settings, saved, total_steps)
+    step = restore(checkpoint, settings, saved)
     del checkpoint  # a second copy of weights and optimizer
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
@@ -229,7 +224,8 @@ def train(args):
                 exchange.wait()
             end_of_epoch = step % steps_per_epoch == 0
             if end_of_epoch:
-                check_weights(model)
+                check_finite(saved)
+                check_weights(saved)
             due = end_of_epoch or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
                 saved_step, save_time = step, now
@@ -254,7 +250,7 @@ def evaluate(model, batches, device):
     if dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
-    training = [module for module in model.modules() if module.training]  # some may be frozen
+    frozen = [module for module in model.modules() if not module.training]
     model.eval()
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
@@ -265,15 +261,16 @@ def evaluate(model, batches, device):
             loss_sum += loss.double()
             correct_sum += correct.double()
             count += len(batch[0])
-    for module in training:
-        module.training = True
+    model.train()  # not by a flag: some layers (LoRA) undo here what eval() does
+    for module in frozen:
+        module.training = False
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
 def digest(labels):
     """Return a number by which ranks, and a resume, notice other labels or another order."""
-    labels = labels.flatten()
-    labels = labels[::1 + len(labels) // 1000]  # enough of them: masks of images are large
+    labels = labels[::1 + labels.numel() // 10**6].flatten()  # masks of images are large
+    labels = labels[::1 + len(labels) // 1000]  # enough of them
     if labels.is_floating_point():  # those computed on another machine differ in the last digits
         labels = labels.double()
         labels = labels > labels.nanmean()  # missing ones may be nan
@@ -332,7 +329,8 @@ def spawn(nproc, args):
         for worker in mp.active_children():
             os.kill(worker.pid, signum)
 
-    handle_signals(forward)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, forward)
     try:
         while not workers.join():
             pass
@@ -356,18 +354,11 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # not left by a notebook
-    mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
-    pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
-    if not launched and (mpi_tasks > tasks or pmix):
-        sys.exit("error: mpirun is not supported: use torchrun, or srun python")
-    # python is typed in srun --pty bash: it has its terminal or, as in nohup, only its session
-    shell = "SLURM_PTY_PORT" in env and (
-        os.isatty(0) or str(os.getsid(0)) == env.get("SLURM_TASK_PID"))
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
-        if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself
-            env["MASTER_ADDR"] = "".join(first_host.groups())
+        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
@@ -381,30 +372,28 @@ def pick_device(local_rank):
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
                  "CUDA_VISIBLE_DEVICES= uses the CPU")
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
-    if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
-        sys.exit(f"error: more processes than GPUs ({gpus}); CUDA_VISIBLE_DEVICES= uses the CPU")
-    if not gpus:
-        return torch.device("cpu")
-    return torch.device("cuda", 0 if own_gpu else local_rank)
+    # srun may show a process only its own GPU. NCCL refuses two processes on one GPU
+    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+
+
+def cores_per_process():
+    """Return this process's share of the cores of its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def configure(device):
-    """Use this GPU, or the CPU, at its fastest. Return this process's share of the cores."""
+    """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = max(1, cpus // local_world_size)
-    if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores)
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
+        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
-    return cores
 
 
 def mean_of_all_ranks(sums, count, device):
@@ -425,8 +414,6 @@ def choose_global_batch(args, checkpoint, samples, world_size):
     """Return the samples of a step. A run keeps those of its first start on any world size."""
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, samples)
-    if samples == 0:
-        sys.exit("error: the training set is empty")
     if global_batch < world_size:
         sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
     return global_batch
@@ -439,136 +426,107 @@ def close_group():
     dist.destroy_process_group()
 
 
-def handle_signals(handler):
-    """Call handler on SIGTERM, Ctrl-C and a closed terminal."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-
-
 def catch_signals():
     """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
     signals = []
 
     def handler(signum, frame):
-        if not signals:
-            log("signal received: stopping within a few steps, or after this evaluation")
+        log("signal received: stopping within a few steps, or after this evaluation")
         signals.append(signum)
 
-    handle_signals(handler)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
     return signals
 
 
-def check_statistics(model):
-    """Exit unless BatchNorm's running statistics are finite."""
-    for name, buffer in model.named_buffers():
-        if "running" in name and not buffer.isfinite().all():
-            sys.exit(f"error: {name} is not finite: are there huge values in the data?")
+def tensors_of(saved):
+    """Return the weights and BatchNorm's running statistics of all models in saved, by name."""
+    return {f"{part_name}.{name}": tensor
+            for part_name, part in saved.items() if isinstance(part, nn.Module)
+            for name, tensor in [*part.named_parameters(), *part.named_buffers()]
+            if isinstance(tensor, nn.Parameter) or "running" in name}
 
 
-def check_weights(model):
-    """Exit unless weights are finite and, as averaged gradients leave them, equal on all ranks."""
-    check_statistics(model)
-    for name, parameter in model.named_parameters():
-        weights = parameter.detach().flatten().float().nan_to_num(torch.inf, torch.inf, -torch.inf)
-        extremes = torch.stack([weights, -weights])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        if not extremes.isfinite().all():
-            sys.exit("error: weights are not finite: use a lower --lr (and another "
-                     "--checkpoint), or data without NaN")
-        if extremes.sum(0).norm() > 1e-4 * extremes[0].norm():  # largest minus smallest
-            sys.exit(f"error: gradients of {name} are not exchanged: call model(...), not "
-                     "model.module or a method of it; set requires_grad in build_model")
+def check_finite(saved):
+    """Exit unless the weights and running statistics of all models are finite."""
+    for name, tensor in tensors_of(saved).items():
+        if not tensor.isfinite().all():
+            sys.exit(f"error: {name} is not finite: use a lower --lr (and another --checkpoint), "
+                     "or data without NaN and huge values")
+
+
+def check_weights(saved):
+    """Exit unless all models have the same weights on all ranks, as averaged gradients leave them.
+
+    Norms are compared: weights that are normalized to 1 may differ without an error.
+    """
+    weights = {name: tensor for name, tensor in tensors_of(saved).items()
+               if isinstance(tensor, nn.Parameter)}
+    norms = [weight.detach().double().norm().item() for weight in weights.values()]
+    extremes = torch.tensor([norms, [-norm for norm in norms]], dtype=torch.float64)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes[0], -extremes[1]
+    rounding = 1e-5 * largest.clamp(min=1e-3 * largest.norm().item())
+    for name, differs in zip(weights, largest - smallest > rounding):
+        if differs:
+            sys.exit(f"error: {name} differs between the ranks: call model(...), no method of it; "
+                     "each model needs its DDP; set requires_grad in build_model")
+
+
+def different(settings, others):
+    """Return the names of settings that others lack, or have with another value."""
+    return [name for name in {**settings, **others}
+            if settings.get(name) != others.get(name)
+            and str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
 
 
 def run_settings(args, **more):
-    """Return what defines the run: the flags but for MAY_CHANGE, and more.
-
-    Exit unless these are plain values, and equal on all ranks.
-    """
+    """Return what defines the run: the flags but for MAY_CHANGE, and more. Equal on all ranks."""
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    for name, value in json.loads(json.dumps(settings, default=str)).items():
-        if (value == settings[name]) is not True:  # a resume could not compare it
-            sys.exit(f"error: make setting {name} a number, text or list: {settings[name]!r:.80}")
-        settings[name] = value  # a list for a tuple, a plain string for a kind of string
+    settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, settings)
-    different = [name for name in settings if any(other[name] != settings[name]
-                                                  for other in of_ranks)]
-    if different:
-        sys.exit(f"error: the ranks have different data ({', '.join(different)}): sort what comes "
-                 "from a set or a folder, and seed what is random")
+    names = sorted({name for others in of_ranks for name in different(settings, others)})
+    if names:
+        sys.exit(f"error: the ranks have different data ({', '.join(names)}): sort what comes from "
+                 "a set or a folder, and seed what is random (or name them in MAY_CHANGE)")
     return settings
 
 
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
-    if not all(parameter.isfinite().all() for parameter in saved["model"].parameters()):
-        sys.exit("error: weights are not finite: use a lower --lr (and another "
-                 "--checkpoint), or data without NaN")
-    check_statistics(saved["model"])
+    check_finite(saved)
     states = {name: part.state_dict() for name, part in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
-    try:
-        with open(temporary, "wb") as file:
-            torch.save({**states, "settings": settings, "step": step}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        sys.exit(f"error: cannot save {path} ({error}): is the disk full, or the file another "
-                 "user's?")
+    with open(temporary, "wb") as file:
+        torch.save({**states, "settings": settings, "step": step}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
     log(f"saved step {step} in {path}")
 
 
 def load_checkpoint(path):
-    """Return the checkpoint at path, {} if there is none, or exit."""
-    if not path:
+    """Return the checkpoint at path, {} if there is none."""
+    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
+    if not path or not os.path.exists(path):
         return {}
-    try:
-        folder, name = os.path.split(path)  # fail now, not at the first save
-        tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name}.", suffix=".tmp").close()
-        if not os.path.exists(path):
-            return {}
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if "global_batch" not in checkpoint["settings"]:
-            raise ValueError("it is of another program")
-        return checkpoint
-    except Exception as error:
-        sys.exit(f"error: cannot use --checkpoint {path} ({error!r}): its folder must exist and be "
-                 "writable; to start over, name another file")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def check_optimizers(saved):
-    """Exit if an optimizer has weights that are in no model, so neither exchanged nor saved."""
-    models = [part for part in saved.values() if isinstance(part, nn.Module)]
-    known = {id(weight) for model in models for weight in model.parameters()}
-    for part in saved.values():
-        for group in getattr(part, "param_groups", []):
-            if any(id(weight) not in known for weight in group["params"]):
-                sys.exit("error: the optimizer has weights that are not in the model: make them "
-                         "its parameters (or put a second model into saved)")
-
-
-def restore(checkpoint, settings, saved, total_steps):
+def restore(checkpoint, settings, saved):
     """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
-    check_optimizers(saved)
     if not checkpoint:
         return 0
     before = checkpoint["settings"]
-    different = [f"{name} {before.get(name)}, not {settings.get(name)}"
-                 for name in {**before, **settings} if before.get(name) != settings.get(name)]
-    different += [f"no {name}" for name in saved if name not in checkpoint]
-    different += [f"{name}, which is not in saved before restore()" for name in checkpoint
-                  if name not in {*saved, "settings", "step"}]
-    if different:
-        sys.exit(f"error: the checkpoint is of another run ({'; '.join(different):.500}): "
+    changes = [f"{name} {before.get(name)}, not {settings.get(name)}"
+               for name in different(before, settings)]
+    if changes:
+        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): "
                  "name another --checkpoint")
-    if checkpoint["step"] > total_steps:
-        sys.exit(f"error: {checkpoint['step']} of {total_steps} steps are done: raise --epochs")
     for name, part in saved.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["step"]
@@ -580,17 +538,6 @@ def log(message):
         # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
-
-
-def download(dataset, args):
-    """Download a data set of torchvision to --data-dir unless it is there, or exit."""
-    try:
-        socket.setdefaulttimeout(60)  # a server may not answer
-        dataset(args.data_dir, download=True)
-        socket.setdefaulttimeout(None)
-    except Exception as error:
-        sys.exit(f"error: no {dataset.__name__} in {args.data_dir} ({error!r}): "
-                 "delete it if damaged; or --fake-data")
 
 
 def fake_images(count, shape, seed):

@@ -53,14 +53,7 @@ def parse_args(flags=None):
                         help="with --model: height and width")
     parser.add_argument("--steps", type=int, default=20, help="with --model: after 5 to warm up")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
-    args = parser.parse_args(flags)
-    numbers = (args.epochs, args.batch_size, args.samples, args.image_size, args.steps,
-               args.timeout)
-    if min(numbers) < 1:
-        parser.error("epochs, batch size and other numbers must be at least 1")
-    if not args.lr >= 0:  # nan is not
-        parser.error("--lr must be at least 0")
-    return args
+    return parser.parse_args(flags)
 
 
 # ---- Model and data ----
@@ -161,10 +154,7 @@ def train(args):
 def measure(args):
     """Log images/s, step time, the part of it that the exchange of gradients takes, and memory."""
     args, _, world_size, device = form_group(args)
-    options = {}
-    if args.model in ("googlenet", "inception_v3"):
-        options = {"aux_logits": False, "init_weights": True}
-    model = models.get_model(args.model, weights=None, **options)
+    model = models.get_model(args.model)
     model.to(device, memory_format=torch.channels_last)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     images = images.to(device, memory_format=torch.channels_last)
@@ -224,7 +214,7 @@ def evaluate(model, batches, device):
     if dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
-    training = [module for module in model.modules() if module.training]  # some may be frozen
+    frozen = [module for module in model.modules() if not module.training]
     model.eval()
     loss_sum = correct_sum = count = 0
     with torch.no_grad():
@@ -235,8 +225,9 @@ def evaluate(model, batches, device):
             loss_sum += loss.double()
             correct_sum += correct.double()
             count += len(batch[0])
-    for module in training:
-        module.training = True
+    model.train()  # not by a flag: some layers (LoRA) undo here what eval() does
+    for module in frozen:
+        module.training = False
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
 
 
@@ -247,18 +238,11 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # not left by a notebook
-    mpi_tasks = int(env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", 1)))
-    pmix = "PMIX_RANK" in env and "SLURM_STEP_ID" not in env
-    if not launched and (mpi_tasks > tasks or pmix):
-        sys.exit("error: mpirun is not supported: use torchrun, or srun python")
-    # python is typed in srun --pty bash: it has its terminal or, as in nohup, only its session
-    shell = "SLURM_PTY_PORT" in env and (
-        os.isatty(0) or str(os.getsid(0)) == env.get("SLURM_TASK_PID"))
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
-        if env.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):  # on each node itself
-            env["MASTER_ADDR"] = "".join(first_host.groups())
+        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
@@ -272,30 +256,28 @@ def pick_device(local_rank):
     if gpus and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
                  "CUDA_VISIBLE_DEVICES= uses the CPU")
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own_gpu = gpus == 1 and local_world_size == 1  # srun may show a process only its own
-    if gpus and not own_gpu and max(local_world_size, local_rank + 1) > gpus:
-        sys.exit(f"error: more processes than GPUs ({gpus}); CUDA_VISIBLE_DEVICES= uses the CPU")
-    if not gpus:
-        return torch.device("cpu")
-    return torch.device("cuda", 0 if own_gpu else local_rank)
+    # srun may show a process only its own GPU. NCCL refuses two processes on one GPU
+    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+
+
+def cores_per_process():
+    """Return this process's share of the cores of its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def configure(device):
-    """Use this GPU, or the CPU, at its fastest. Return this process's share of the cores."""
+    """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = max(1, cpus // local_world_size)
-    if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores)
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
+        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
-    return cores
 
 
 def mean_of_all_ranks(sums, count, device):
