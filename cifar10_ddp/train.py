@@ -118,7 +118,7 @@ def prepare_data(args):
     if not args.image_folder and not args.fake_data:
         CIFAR10(args.data_dir, download=True)
     if args.pretrained:
-        models.get_model(args.model, weights="DEFAULT")
+        models.get_model(args.model, weights="DEFAULT")  # downloads them
 
 
 def load_data(args):
@@ -136,7 +136,7 @@ def load_data(args):
         sets = fake_images(args.fake_data, (3, 32, 32), args.seed)
         classes = list("0123456789")
     else:
-        cifar10 = [CIFAR10(args.data_dir, train) for train in (True, False)]
+        cifar10 = [CIFAR10(args.data_dir, train=True), CIFAR10(args.data_dir, train=False)]
         sets = [(torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous(),
                  torch.tensor(data.targets)) for data in cifar10]
         classes = cifar10[0].classes
@@ -193,8 +193,9 @@ def train(args):
     train_set, test_set = load_data(args)
     images, classes = len(train_set), list(train_set.classes)
     if classes != list(test_set.classes):
-        differing = ascii(sorted(set(classes) ^ set(test_set.classes)))
-        sys.exit(f"error: training and test set have other classes: {differing:.300}")
+        differing = sorted(set(classes) ^ set(test_set.classes))
+        sys.exit("error: training and test set need the same classes in the same order. In one of "
+                 f"them only: {differing!s:.300}")
     global_batch = choose_global_batch(args, checkpoint, images, world_size)
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
@@ -436,7 +437,7 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # sbatch may export it, too
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
@@ -524,9 +525,9 @@ def catch_signals():
 
 def tensors_of(saved):
     """Return the weights and BatchNorm's running statistics of all models in saved, by name."""
-    return {f"{part_name}.{name}": tensor
-            for part_name, part in saved.items() if isinstance(part, nn.Module)
-            for name, tensor in [*part.named_parameters(), *part.named_buffers()]
+    return {f"{key}.{name}": tensor
+            for key, model in saved.items() if isinstance(model, nn.Module)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
             if isinstance(tensor, nn.Parameter) or "running" in name}
 
 
@@ -580,7 +581,7 @@ def run_settings(args, **more):
 def save_checkpoint(path, saved, settings, step):
     """Replace the file at path: at any moment, it is the old one or the new one."""
     check_finite(saved)
-    states = {name: part.state_dict() for name, part in saved.items()}
+    states = {name: item.state_dict() for name, item in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     with open(temporary, "wb") as file:
         torch.save({**states, "settings": settings, "step": step}, file)
@@ -609,8 +610,8 @@ def restore(checkpoint, settings, saved):
     if changes:
         sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): "
                  "name another --checkpoint")
-    for name, part in saved.items():
-        part.load_state_dict(checkpoint[name])
+    for name, item in saved.items():
+        item.load_state_dict(checkpoint[name])
     return checkpoint["step"]
 
 

@@ -71,7 +71,8 @@ def load_data(args):
     """Return the training set and the test set: images (N, 1, 28, 28) as uint8, labels (N,)."""
     if args.fake_data:
         return fake_images(args.fake_data, (1, 28, 28), args.seed)
-    train_set, test_set = (MNIST(args.data_dir, train) for train in (True, False))
+    train_set = MNIST(args.data_dir, train=True)
+    test_set = MNIST(args.data_dir, train=False)
     return ((train_set.data.unsqueeze(1), train_set.targets),
             (test_set.data.unsqueeze(1), test_set.targets))
 
