@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -407,7 +408,7 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_original(tmp_path):
 class Scores:
     """Evaluate to the norm of the weights and the accuracy that is given for the epoch, as numpy's.
 
-    A setup for train_forked(), with the small model. Each rank works in a folder of its own.
+    A setup for train_forked(), with the small model.
     """
 
     def __init__(self, accuracies, steps_per_epoch=6):
@@ -416,9 +417,6 @@ class Scores:
 
     def __call__(self, module, rank):
         use_small_model(module)
-        if rank > 0:
-            Path(str(rank)).mkdir(exist_ok=True)
-            os.chdir(str(rank))
         steps = []
         states = []  # the weights at each evaluation
 
@@ -436,17 +434,25 @@ class Scores:
 @both_scripts
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, sign):
-    """By an accuracy and, with the sign of the comment, by an error. All are worse than 0."""
-    accuracies = [-0.5, -0.1, -0.3] if not sign else [0.5, 0.1, 0.3]
+    """By an accuracy and, with the sign of the comment, by an error. All are worse than 0.
+
+    Rank 0 takes its time to write the file.
+    """
+    def setup(module, rank):
+        replace = os.replace
+        os.replace = lambda *paths: (time.sleep(0.3), replace(*paths))
+        return Scores(accuracies)(module, rank)
+
+    accuracies, best_epoch = ([0.5, 0.3, 0.1], 2) if sign else ([-0.5, -0.1, -0.3], 1)
     flags = copy_with(script, "best weights", "last test", change=lambda code: code.replace(
         "score = test_accuracy", f"score = {sign}test_accuracy"))
-    flags = (*FLAGS, 3, "--global-batch", 16, *flags)
-    end = train_to_end("my.py", *flags, nproc=nproc, setup=Scores(accuracies))
-    best = load_checkpoint("best.pt")
-    assert_equal(dict(best["model"]), end.results[0][1], "best.pt")
-    assert "fake_data" in best["settings"], "best.pt has no settings to build its model by"
+    flags = (*FLAGS, 3, "--global-batch", 16, "--checkpoint", "my.pt", *flags)
+    end = train_to_end("my.py", *flags, nproc=nproc, setup=setup)
+    best = load_checkpoint("my.pt.best")
+    assert_equal(dict(best["model"]), end.results[0][best_epoch], "my.pt.best")
+    assert "fake_data" in best["settings"], "my.pt.best has no settings to build its model by"
     for rank, states in enumerate(end.results):
-        assert_equal(states[3], states[1], f"rank {rank} in the last test: its model")
+        assert_equal(states[3], states[best_epoch], f"rank {rank} in the last test: its model")
 
 
 @pytest.mark.parametrize("sign", ["", "-"])
@@ -457,7 +463,8 @@ def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script, sign)
     flags = copy_with(script, "best weights", "early stop", change=lambda code: code.replace(
         "score = test_accuracy", f"score = {sign}test_accuracy"))
     setup = Scores([-value if sign else value for value in accuracies])
-    text = train_to_end("my.py", *FLAGS, 9, *flags, nproc=2, setup=setup).text
+    text = train_to_end("my.py", *FLAGS, 9, *flags, "--checkpoint", "my.pt", nproc=2,
+                        setup=setup).text
     epochs = len(re.findall("test loss", text))
     assert epochs == 7, f"after five epochs that are not better, it must stop, not in {epochs}"
 
@@ -504,7 +511,7 @@ def test_what_the_blocks_save_survives_a_stop(script, nproc, tmp_path, monkeypat
                                  re.MULTILINE)
     assert lines["resumed"] == lines["whole"][3:], (
         f"after a resume in epoch 4, other test lines:\n{lines['resumed']}\n{lines['whole']}")
-    for name in ("run.pt", "best.pt"):
+    for name in ("run.pt", "run.pt.best"):
         assert_equal(tmp_path / "whole" / name, tmp_path / "resumed" / name, name)
 
 
@@ -553,14 +560,14 @@ class SignedPixels(FewPixels):
 
 
 @both_scripts
-def test_predictions_are_in_the_order_of_the_test_set(script, tmp_path):
+def test_predictions_are_in_the_order_of_the_test_set(script):
     """Of the same weights on one, two and three processes."""
     flags = (*FLAGS, 4, *copy_with(script, "scores", "predictions"), "--global-batch", 24, "--lr",
-             0.05, "--checkpoint", tmp_path / "run.pt")
+             0.05, "--checkpoint", "run.pt")
     labels = load_script(script).fake_images(96, (3, 32, 32), 0)[1][1]
     for nproc in (1, 2, 3):
         text = train_to_end("my.py", *flags, nproc=nproc, setup=use_small_model).text
-        lines = [line.split(",") for line in Path("predictions.csv").read_text().splitlines()]
+        lines = [line.split(",") for line in Path("run.pt.csv").read_text().splitlines()]
         assert [int(index) for index, _ in lines] == list(range(len(labels))), "other indices"
         right = torch.tensor([int(label) for _, label in lines]) == labels
         expected = float(re.findall(TEST_LINE, text)[-1][1])
