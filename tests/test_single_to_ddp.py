@@ -1,4 +1,4 @@
-"""The two loops of the diff on cpu_ddp's page: on any number of processes, the same weights."""
+"""The loops on cpu_ddp's page: on any number of processes, the losses and weights of one."""
 
 import re
 import subprocess
@@ -10,14 +10,29 @@ from launchers import GPUS, run
 from scripts import ROOT
 
 PAGE = (ROOT / "cpu_ddp" / "README.md").read_text()
+LISTING, LOADER = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+(PRINTED,) = re.findall(r"^```\n((?:epoch \d  loss .*\n)+)```$", PAGE, re.MULTILINE)
 
 
-def side(sign):
-    """Return one side of the page's diff, by its sed command: + for several processes, or -."""
-    (diff,) = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def side(diff, sign):
+    """Return one side of a diff by the page's sed command: + for several processes, or -."""
     (script,) = re.findall(r"^sed -n '(.*?)' change.txt >loop.py$", PAGE, re.MULTILINE)
     command = ["sed", "-n", script.replace("+", sign)]
     return subprocess.check_output(command, input=diff, text=True)
+
+
+def loop_with_loader():
+    """Return the loop for several processes with the page's DataLoader in place of indices."""
+    code = side(LISTING, "+")
+    lines = re.search(r"^    for batch in .*?^        inputs, targets = .*?\n", code,
+                      re.MULTILINE | re.DOTALL)[0]
+    imports = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+    for old, new in [(lines, side(LOADER, "+")),
+                     ("import torch\n", imports),
+                     ("model = nn", "data = TensorDataset(x, y)\nmodel = nn")]:
+        assert code.count(old) == 1, f"the loop has no line, or several:\n{old}\n{code}"
+        code = code.replace(old, new)
+    return code
 
 
 class Trained(NamedTuple):
@@ -47,20 +62,37 @@ def train(code, folder, **how):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    return train(side("-"), tmp_path_factory.mktemp("page") / "single")
+    return train(side(LISTING, "-"), tmp_path_factory.mktemp("page") / "single")
+
+
+def test_the_page_shows_what_the_loop_prints(single):
+    assert single.losses == PRINTED.splitlines(), "the page's output is not that of the loop"
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_several_processes_train_as_one(tmp_path, single, nproc):
-    several = train(side("+"), tmp_path / "ddp", launcher="torchrun", nproc=nproc)
+@pytest.mark.parametrize("loader", [False, True], ids=["indices", "loader"])
+def test_several_processes_train_as_one(tmp_path, single, loader, nproc):
+    code = loop_with_loader() if loader else side(LISTING, "+")
+    several = train(code, tmp_path / "ddp", launcher="torchrun", nproc=nproc)
     difference = several.difference(single)
     assert difference < 1e-6, f"on {nproc} processes, weights differ by {difference}"
     assert several.losses == single.losses, f"on {nproc} processes, other losses are printed"
 
 
+def test_without_ddp_each_process_trains_a_model_of_its_own(tmp_path):
+    """The page's example of a line to delete. Nothing but the numbers shows that it is missing."""
+    first, last = re.search(r"Without line 4 .*?it prints\s+(\S+) to (\S+) and", PAGE,
+                            re.DOTALL).groups()
+    code = re.sub(r"^ddp_model = .*\n", "", side(LISTING, "+"), flags=re.MULTILINE)
+    trained = train(code.replace("ddp_model(", "model("), tmp_path / "ddp", launcher="torchrun",
+                    nproc=2)
+    losses = [line.split()[-1] for line in (trained.losses[0], trained.losses[-1])]
+    assert losses == [first, last], f"without DDP, losses are {losses}, not the page's"
+
+
 @pytest.mark.skipif(not GPUS, reason="requires a GPU")
 def test_gpus_train_as_one_process(tmp_path, single):
-    several = train(side("+"), tmp_path / "ddp", launcher="torchrun", nproc=len(GPUS),
+    several = train(side(LISTING, "+"), tmp_path / "ddp", launcher="torchrun", nproc=len(GPUS),
                     env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
     assert several.devices == {"cuda:0"}, f"rank 0 trains on {several.devices}"
     difference = several.difference(single)
