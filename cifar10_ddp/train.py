@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -102,9 +103,8 @@ def load_pretrained(args, model):
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
                if name in state and state[name].shape == tensor.shape}
-    state.update(fitting)
-    model.load_state_dict(state)
-    log(f"pretrained, but for {', '.join(sorted(state.keys() - fitting)) or 'nothing'}")
+    missing = model.load_state_dict(fitting, strict=False).missing_keys
+    log(f"pretrained: {len(fitting)} of {len(state)} tensors, new: {', '.join(missing) or 'none'}")
 
 
 def learning_rate(step, total_steps):
@@ -155,7 +155,7 @@ def transforms(args, train_set):
         steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
     else:
         steps = [shift_and_flip if train_set else v2.ToImage()]
-        if size != 32:
+        if size != 32:  # that of CIFAR-10
             steps.append(v2.Resize(size))
     return v2.Compose(steps)
 
@@ -206,7 +206,7 @@ def train(args):
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
     if not model.training:  # as from_pretrained() returns it. Other models may have frozen layers
         model.train()
-    if args.pretrained and not checkpoint:
+    if args.pretrained:  # a resumed run, too: copies that are made of the model begin with them
         load_pretrained(args, model)
     optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
@@ -226,7 +226,7 @@ def train(args):
     loader = iter(build_loader(args, train_set, transforms(args, True), device,
                                batch_sampler=keys))
     test_indices = range(rank, len(test_set), world_size)
-    test_keys = [(args.seed, -1, index, index) for index in test_indices]
+    test_keys = [(args.seed, -1, index, index) for index in test_indices]  # alike in all epochs
     test_loader = build_loader(args, test_set, transforms(args, False), device, sampler=test_keys,
                                batch_size=args.batch_size)
 
@@ -316,7 +316,7 @@ def evaluate(model, batches, device):
             loss_sum += loss.double()
             correct_sum += correct.double()
             count += len(batch[0])
-    model.train()  # not by a flag: some layers (LoRA) undo here what eval() does
+    model.train()  # some layers (LoRA) undo in it what they did in eval(). It wakes frozen ones
     for module in frozen:
         module.training = False
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
@@ -335,6 +335,7 @@ def form_group(args):
         prepare_data(args)
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     configure(device)
+    set_threads()
     cuda = device.type == "cuda"
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
@@ -362,7 +363,7 @@ def read_image(path, size):
                 ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I"):  # to 8 bits; convert() alone makes it white
                 image = image.convert("I").point(lambda level: level / 257).convert("L")
-            elif "transparency" in image.info or image.mode in ("RGBA", "RGBa", "LA", "PA"):
+            elif image.has_transparency_data:
                 image = image.convert("RGBA")
                 # Not white or black, which would hide drawings in that color
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "gray"), image)
@@ -407,11 +408,11 @@ def build_loader(args, data, transform, device, **batches):
     workers = min(8, cores_per_process()) if args.workers is None else args.workers
     # With other start methods, loader processes import PyTorch first, and a signal then ends them.
     # Python 3.14's forkserver also keeps them alive at the end
-    fork = "fork" if workers and sys.platform == "linux" else None
+    context = "fork" if workers and sys.platform == "linux" else None
     return DataLoader(SeededData(data, transform), num_workers=workers,
                       persistent_workers=workers > 0, pin_memory=device.type == "cuda",
                       worker_init_fn=ignore_signals, timeout=args.timeout if workers else 0,
-                      multiprocessing_context=fork, **batches)
+                      multiprocessing_context=context, **batches)
 
 
 def ignore_signals(worker):
@@ -437,7 +438,7 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # sbatch may export it, too
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
@@ -459,24 +460,28 @@ def pick_device(local_rank):
     return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
 
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
 def configure(device):
     """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def cores_per_process():
+    """Return this process's share of the cores of its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def set_threads():
+    """Use a thread for each core of this process: torchrun sets OMP_NUM_THREADS=1."""
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(cores_per_process())
 
 
 def mean_of_all_ranks(sums, count, device):
@@ -542,30 +547,31 @@ def check_finite(saved):
 def check_weights(saved):
     """Exit unless all models have the same weights on all ranks, as averaged gradients leave them.
 
-    Norms are compared: weights that are normalized to 1 may differ without an error.
+    Only their norms are compared: weights that are kept at norm 1 may differ without an error.
     """
-    weights = {name: tensor for name, tensor in tensors_of(saved).items()
-               if isinstance(tensor, nn.Parameter)}
-    norms = [weight.detach().double().norm().item() for weight in weights.values()]
-    extremes = torch.tensor([norms, [-norm for norm in norms]], dtype=torch.float64)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest, smallest = extremes[0], -extremes[1]
-    rounding = 1e-5 * largest.clamp(min=1e-3 * largest.norm().item())
-    for name, differs in zip(weights, largest - smallest > rounding):
-        if differs:
+    norms = {name: tensor.detach().double().norm().item()
+             for name, tensor in tensors_of(saved).items() if isinstance(tensor, nn.Parameter)}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, norms)
+    norm_of_all = math.hypot(*norms.values())
+    for name in norms:
+        of_this = [other[name] for other in of_ranks if name in other]
+        rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
+        if max(of_this) - min(of_this) > rounding:
             sys.exit(f"error: {name} differs between the ranks: call model(...), no method of it; "
-                     "each model needs its DDP; set requires_grad in build_model")
+                     "each model needs its DDP; set requires_grad in build_model; update averages "
+                     "of the weights on all ranks")
 
 
 def different(settings, others):
-    """Return the names of settings that others lack, or have with another value."""
+    """Return the names of the settings that have another value. A missing one is None."""
     return [name for name in {**settings, **others}
             if settings.get(name) != others.get(name)
             and str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
 
 
 def run_settings(args, **more):
-    """Return what defines the run: the flags but for MAY_CHANGE, and more. Equal on all ranks."""
+    """Return what defines the run: the flags but for MAY_CHANGE, and more. Exit if ranks differ."""
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
@@ -601,7 +607,7 @@ def load_checkpoint(path):
 
 
 def restore(checkpoint, settings, saved):
-    """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
+    """Load the checkpoint, if any, into the items of saved. Return its step, or 0."""
     if not checkpoint:
         return 0
     before = checkpoint["settings"]

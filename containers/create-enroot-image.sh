@@ -16,6 +16,11 @@ set -euo pipefail
 image=${1:-docker://pytorch/pytorch:2.14.1-cuda13.0-cudnn9-runtime}
 output=${2:-pytorch.sqsh}
 
+type -P enroot >/dev/null || {
+    echo "error: requires enroot. If the compute nodes have it: srun bash $0 $*" >&2
+    exit 1
+}
+
 # For podman://, enroot removes its container with `docker rm`, which fails without docker.
 if [[ $image == podman://* ]]; then
     docker() {

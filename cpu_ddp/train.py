@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import re
@@ -193,7 +194,7 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # sbatch may export it, too
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
@@ -254,30 +255,31 @@ def check_finite(saved):
 def check_weights(saved):
     """Exit unless all models have the same weights on all ranks, as averaged gradients leave them.
 
-    Norms are compared: weights that are normalized to 1 may differ without an error.
+    Only their norms are compared: weights that are kept at norm 1 may differ without an error.
     """
-    weights = {name: tensor for name, tensor in tensors_of(saved).items()
-               if isinstance(tensor, nn.Parameter)}
-    norms = [weight.detach().double().norm().item() for weight in weights.values()]
-    extremes = torch.tensor([norms, [-norm for norm in norms]], dtype=torch.float64)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest, smallest = extremes[0], -extremes[1]
-    rounding = 1e-5 * largest.clamp(min=1e-3 * largest.norm().item())
-    for name, differs in zip(weights, largest - smallest > rounding):
-        if differs:
+    norms = {name: tensor.detach().double().norm().item()
+             for name, tensor in tensors_of(saved).items() if isinstance(tensor, nn.Parameter)}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, norms)
+    norm_of_all = math.hypot(*norms.values())
+    for name in norms:
+        of_this = [other[name] for other in of_ranks if name in other]
+        rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
+        if max(of_this) - min(of_this) > rounding:
             sys.exit(f"error: {name} differs between the ranks: call model(...), no method of it; "
-                     "each model needs its DDP; set requires_grad in build_model")
+                     "each model needs its DDP; set requires_grad in build_model; update averages "
+                     "of the weights on all ranks")
 
 
 def different(settings, others):
-    """Return the names of settings that others lack, or have with another value."""
+    """Return the names of the settings that have another value. A missing one is None."""
     return [name for name in {**settings, **others}
             if settings.get(name) != others.get(name)
             and str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
 
 
 def run_settings(args, **more):
-    """Return what defines the run: the flags but for MAY_CHANGE, and more. Equal on all ranks."""
+    """Return what defines the run: the flags but for MAY_CHANGE, and more. Exit if ranks differ."""
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
@@ -313,7 +315,7 @@ def load_checkpoint(path):
 
 
 def restore(checkpoint, settings, saved):
-    """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
+    """Load the checkpoint, if any, into the items of saved. Return its step, or 0."""
     if not checkpoint:
         return 0
     before = checkpoint["settings"]

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import re
@@ -149,10 +150,10 @@ def train(args):
     args, rank, world_size, device, checkpoint = form_group(args)
     torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
     random.seed(args.seed)
-    # TensorDataset refuses tensors of other lengths
-    train_set, test_set = (TensorDataset(*tensors).tensors for tensors in load_data(args))
-    x, y = (tensor.to(device) for tensor in train_set)
-    test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
+    train_set, test_set = (TensorDataset(*tensors) for tensors in load_data(args))  # equal lengths
+    x, y = (tensor.to(device) for tensor in train_set.tensors)
+    test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
+                      for tensor in test_set.tensors)
     global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
@@ -262,7 +263,7 @@ def evaluate(model, batches, device):
             loss_sum += loss.double()
             correct_sum += correct.double()
             count += len(batch[0])
-    model.train()  # not by a flag: some layers (LoRA) undo here what eval() does
+    model.train()  # some layers (LoRA) undo in it what they did in eval(). It wakes frozen ones
     for module in frozen:
         module.training = False
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
@@ -270,7 +271,7 @@ def evaluate(model, batches, device):
 
 def digest(labels):
     """Return a number by which ranks, and a resume, notice other labels or another order."""
-    labels = labels[::1 + labels.numel() // 10**6].flatten()  # masks of images are large
+    labels = labels[::1 + labels.numel() // 10**6].flatten()  # it copies overlapping windows
     labels = labels[::1 + len(labels) // 1000]  # enough of them
     if labels.is_floating_point():  # those computed on another machine differ in the last digits
         labels = labels.double()
@@ -291,6 +292,7 @@ def form_group(args):
         prepare_data(args)
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     configure(device)
+    set_threads()
     cuda = device.type == "cuda"
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
@@ -355,7 +357,7 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # sbatch may export it, too
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
@@ -377,24 +379,28 @@ def pick_device(local_rank):
     return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
 
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
 def configure(device):
     """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def cores_per_process():
+    """Return this process's share of the cores of its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def set_threads():
+    """Use a thread for each core of this process: torchrun sets OMP_NUM_THREADS=1."""
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(cores_per_process())
 
 
 def mean_of_all_ranks(sums, count, device):
@@ -460,30 +466,31 @@ def check_finite(saved):
 def check_weights(saved):
     """Exit unless all models have the same weights on all ranks, as averaged gradients leave them.
 
-    Norms are compared: weights that are normalized to 1 may differ without an error.
+    Only their norms are compared: weights that are kept at norm 1 may differ without an error.
     """
-    weights = {name: tensor for name, tensor in tensors_of(saved).items()
-               if isinstance(tensor, nn.Parameter)}
-    norms = [weight.detach().double().norm().item() for weight in weights.values()]
-    extremes = torch.tensor([norms, [-norm for norm in norms]], dtype=torch.float64)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest, smallest = extremes[0], -extremes[1]
-    rounding = 1e-5 * largest.clamp(min=1e-3 * largest.norm().item())
-    for name, differs in zip(weights, largest - smallest > rounding):
-        if differs:
+    norms = {name: tensor.detach().double().norm().item()
+             for name, tensor in tensors_of(saved).items() if isinstance(tensor, nn.Parameter)}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, norms)
+    norm_of_all = math.hypot(*norms.values())
+    for name in norms:
+        of_this = [other[name] for other in of_ranks if name in other]
+        rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
+        if max(of_this) - min(of_this) > rounding:
             sys.exit(f"error: {name} differs between the ranks: call model(...), no method of it; "
-                     "each model needs its DDP; set requires_grad in build_model")
+                     "each model needs its DDP; set requires_grad in build_model; update averages "
+                     "of the weights on all ranks")
 
 
 def different(settings, others):
-    """Return the names of settings that others lack, or have with another value."""
+    """Return the names of the settings that have another value. A missing one is None."""
     return [name for name in {**settings, **others}
             if settings.get(name) != others.get(name)
             and str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
 
 
 def run_settings(args, **more):
-    """Return what defines the run: the flags but for MAY_CHANGE, and more. Equal on all ranks."""
+    """Return what defines the run: the flags but for MAY_CHANGE, and more. Exit if ranks differ."""
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
@@ -519,7 +526,7 @@ def load_checkpoint(path):
 
 
 def restore(checkpoint, settings, saved):
-    """Load the checkpoint, if any, into the parts of saved. Return its step, or 0."""
+    """Load the checkpoint, if any, into the items of saved. Return its step, or 0."""
     if not checkpoint:
         return 0
     before = checkpoint["settings"]

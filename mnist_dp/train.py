@@ -162,21 +162,12 @@ def evaluate(model, images, labels, batch_size):
 
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
 def configure(device):
     """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB

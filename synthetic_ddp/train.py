@@ -91,6 +91,7 @@ def form_group(args):
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
     configure(device)
+    set_threads()
     cuda = device.type == "cuda"
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
@@ -225,7 +226,7 @@ def evaluate(model, batches, device):
             loss_sum += loss.double()
             correct_sum += correct.double()
             count += len(batch[0])
-    model.train()  # not by a flag: some layers (LoRA) undo here what eval() does
+    model.train()  # some layers (LoRA) undo in it what they did in eval(). It wakes frozen ones
     for module in frozen:
         module.training = False
     return mean_of_all_ranks([loss_sum, correct_sum], count, device)
@@ -238,7 +239,7 @@ def setup_environment():
     if torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # sbatch may export it, too
+    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
@@ -260,24 +261,28 @@ def pick_device(local_rank):
     return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
 
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
 def configure(device):
     """Use this GPU, or the CPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
-        torch.set_num_threads(cores_per_process())
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
         ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+
+
+def cores_per_process():
+    """Return this process's share of the cores of its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def set_threads():
+    """Use a thread for each core of this process: torchrun sets OMP_NUM_THREADS=1."""
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(cores_per_process())
 
 
 def mean_of_all_ranks(sums, count, device):

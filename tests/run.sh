@@ -66,4 +66,5 @@ if [[ -z ${VENV:-} ]]; then
     bash slurm/create-venv.sh
 fi
 export CI="${CI:-true}"  # pytest then does not cut off the reasons at the end of its output
-exec "$VENV/bin/python" -m pytest -rfE "${quick[@]}" "$@"
+# bash 3.2 of macOS takes an empty array for an unset variable
+exec "$VENV/bin/python" -m pytest -rfE ${quick[@]+"${quick[@]}"} "$@"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 
 import kubernetes_lab as lab
@@ -37,6 +38,15 @@ def test_an_enroot_image_is_imported_and_replaces_the_old_one_once_it_is_complet
     assert written == files, f"the folder is to hold {files}, not {written}:\n{done.stderr}"
     succeeds = not end
     assert (done.returncode == 0) == succeeds, f"exit status {done.returncode}:\n{done.stderr}"
+
+
+def test_without_enroot_an_error_line_says_what_is_missing(tmp_path):
+    command = [shutil.which("bash"), ROOT / "containers/create-enroot-image.sh"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": str(tmp_path)})
+    assert done.returncode == 1, f"the status is {done.returncode}, not 1:\n{done.stderr}"
+    assert done.stderr.startswith("error: requires enroot"), f"no error line: {done.stderr}"
+    assert not any(tmp_path.iterdir()), f"files are left: {list(tmp_path.iterdir())}"
 
 
 @pytest.mark.parametrize("gpus, shown", [("", "void"), ("2", "unset")])
