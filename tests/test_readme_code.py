@@ -483,8 +483,7 @@ def test_the_average_is_that_of_the_weights_after_each_step(script, tmp_path):
 
 
 @both_scripts
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_what_the_blocks_save_survives_a_stop(script, nproc, tmp_path, monkeypatch):
+def test_what_the_blocks_save_survives_a_stop(script, tmp_path, monkeypatch):
     """All in one copy, tested by the average. Stopped in the fourth of nine epochs of 6 steps."""
     flags = copy_with(script, "best weights", "early stop", "average")
     text, count = re.subn(r"= evaluate\(\s*model\b", "= evaluate(ema.module",
@@ -498,14 +497,30 @@ def test_what_the_blocks_save_survives_a_stop(script, nproc, tmp_path, monkeypat
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         if name == "resumed":
-            train_until("../my.py", *flags, "run.pt", nproc=nproc, after=20, setup=setup)
-        text = train_to_end("../my.py", *flags, "run.pt", nproc=nproc, setup=setup).text
+            train_until("../my.py", *flags, "run.pt", nproc=2, after=20, setup=setup)
+        text = train_to_end("../my.py", *flags, "run.pt", nproc=2, setup=setup).text
         lines[name] = re.findall(r"^epoch (\d/\d  test loss [-\d.]+  accuracy [\d.]+)", text,
                                  re.MULTILINE)
     assert lines["resumed"] == lines["whole"][3:], (
         f"after a resume in epoch 4, other test lines:\n{lines['resumed']}\n{lines['whole']}")
     for name in ("run.pt", "run.pt.best"):
         assert_equal(tmp_path / "whole" / name, tmp_path / "resumed" / name, name)
+
+
+@pytest.mark.parametrize("script, names", [
+    *[(script, ("best weights", "last test", "early stop", "skipped steps", "scores", "predictions",
+                "F1", "AUC", "average")) for script in ("cifar10_ddp", "fashionmnist_ddp")],
+    ("fashionmnist_ddp", ("last layer first", "weighted sampling")),
+])
+def test_the_check_of_copies_passes_the_blocks(script, names):
+    copy_with(script, *names)
+    flags = ["--fake-data"]
+    if script == "cifar10_ddp":
+        flags += ["--model", "shufflenet_v2_x0_5", "--image-size", "32", "--lr", "0.05"]
+    check = subprocess.run([sys.executable, ROOT / "tests/check_copy.py", "my.py", *flags],
+                           capture_output=True, text=True, env=clean_environment())
+    assert check.returncode == 0, (
+        f"the check says of {script} with {names}:\n{check.stdout}{check.stderr}")
 
 
 @one_and_two
