@@ -103,8 +103,10 @@ def load_pretrained(args, model):
     state = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items()
                if name in state and state[name].shape == tensor.shape}
-    missing = model.load_state_dict(fitting, strict=False).missing_keys
-    log(f"pretrained: {len(fitting)} of {len(state)} tensors, new: {', '.join(missing) or 'none'}")
+    state.update(fitting)  # it has the versions of the layers
+    model.load_state_dict(state)
+    new = sorted(state.keys() - fitting)
+    log(f"pretrained: {len(fitting)} of {len(state)} tensors, new: {', '.join(new) or 'none'}")
 
 
 def learning_rate(step, total_steps):

@@ -18,9 +18,6 @@ if [[ $# = 0 ]]; then
     set -- cifar10_ddp/train.py
 fi
 worker=$(realpath -s "$(dirname "$0")/ddp-worker-node.sh")
-if [[ ! -e $1 && -e ../$1 ]]; then      # run in slurm/
-    cd ..
-fi
 endpoint=$(hostname):$((10000 + RANDOM % 20000))
 command=(env NPROC="${NPROC:-}" bash "$worker" "$endpoint" "${NODES:-2}" "$@")
 

@@ -13,18 +13,15 @@ endpoint=$1
 nodes=$2
 shift 2
 
-# The first that has torchrun: the active environment, a loaded module, .venv, .conda, PATH. What is
-# on PATH is a module's, unless it is in the home.
-environments=("${VIRTUAL_ENV:-none}" "${CONDA_PREFIX:-none}")
-on_path=$(type -P torchrun) || true
-[[ ${LOADEDMODULES:-} && $on_path && $on_path != "$HOME"/* ]] ||
-    environments+=("$PWD"/.{venv,conda})
-for folder in "${environments[@]}"; do
+# The environment: the active one, .venv or .conda, the first that has torchrun. Otherwise PATH.
+for folder in "${VIRTUAL_ENV:-none}" "${CONDA_PREFIX:-none}" "$PWD"/.{venv,conda}; do
     if [[ -x $folder/bin/torchrun ]]; then
+        "$folder/bin/python" --version      # the job ends here if the node lacks this Python
         export PATH=$folder/bin:$PATH PYTHONNOUSERSITE=1
         break
     fi
 done
+
 cores=$SLURM_CPUS_ON_NODE
 processes=${NPROC:-${SLURM_GPUS_ON_NODE:-$cores}}
 export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))

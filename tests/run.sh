@@ -43,7 +43,7 @@ quick=(
     tests/test_slurm.py::test_files_differ_only_in_name_script_and_launch
     tests/test_slurm.py::test_set_up_of_other_files_is_the_same
     tests/test_slurm.py::test_torchrun_waits_for_a_save_and_ends_before_the_time_limit
-    tests/test_slurm.py::test_a_failed_job_asks_for_long_enough_whether_it_was_preempted
+    tests/test_slurm.py::test_a_node_without_the_python_of_the_environment_ends_the_job
     tests/test_own_data.py::test_the_first_weights_do_not_depend_on_what_load_data_draws
     tests/test_own_data.py::test_an_optimizer_may_have_the_weights_of_a_second_model_in_saved
     tests/test_loader.py::test_by_default_a_process_has_a_loader_process_for_each_of_its_cores

@@ -1,0 +1,537 @@
+# SPDX-License-Identifier: MIT-0
+"""Check an edited copy of cifar10_ddp, fashionmnist_ddp or cpu_ddp, on CPUs, in half a minute.
+
+    python check_copy.py my.py [flags of my.py]
+
+It trains my.py for two epochs on a few of its own samples: on one process, on two, and on one that
+is stopped and resumed. Then it compares data, gradients, weights and test results, and says what
+differs. Start it in the folder in which my.py finds its data. It writes temporary files only.
+
+Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
+"""
+import collections
+import ctypes
+import faulthandler
+import hashlib
+import importlib.util
+import json
+import linecache
+import math
+import os
+import pathlib
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+TRAINING_SAMPLES, TEST_SAMPLES = 54, 23  # 3 steps of 16 samples in an epoch; 6 are left out
+SETTINGS = {"epochs": 2, "global_batch": 16, "workers": 1, "nproc": None, "log_every": 1e9,
+            "save_every": 1e9, "timeout": 1800}
+WAIT = 60  # seconds: a process that computes nothing for longer waits for another
+
+
+class Job(NamedTuple):
+    """A call of the copy's train()."""
+    name: str
+    checkpoint: str  # the name of the job that writes it
+    batch_size: int = 4
+    end: str = "last step"  # or "first step", "signal"
+
+
+# ---- In each process that trains ----
+def process(path, folder, rank, wait, jobs, flags):
+    """Call the copy's train() for each job, and write what was seen in it."""
+    global torch
+    import torch  # not in the process that compares: it takes two seconds
+    own_folder = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [os.path.dirname(path), *(place for place in sys.path if place != own_folder)]
+    sys.argv = [path, *flags]
+    if sys.platform == "linux":
+        torch.multiprocessing.set_start_method("fork", force=True)
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # to pickle its functions and classes
+    spec.loader.exec_module(module)
+    functions = {**vars(module), "torch.save": torch.save, "torch.load": torch.load}
+    for job in jobs:
+        seen = train(module, functions, folder, wait, Job(*job))
+        pathlib.Path(f"{folder}/{job[0]}-{rank}.json").write_text(json.dumps(seen))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
+    for child in torch.multiprocessing.active_children():
+        child.kill()
+    os._exit(0)
+
+
+class FirstStep(BaseException):
+    """Ends a training before its first step."""
+
+
+def train(module, functions, folder, wait, job):
+    """Call the copy's train(). Return what was seen in it, as numbers and text."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
+    losses, batches = [], []  # of which the next step is made
+    sets, saved, evaluating = [], {}, []
+
+    def sign_of_life():
+        if wait:  # for so many seconds, then print the line in which each thread is, and end
+            faulthandler.dump_traceback_later(wait, exit=True)
+
+    def load_few(args):
+        loaded = functions["load_data"](args)
+        sets[:] = [loaded] if are_tensors(loaded) else loaded
+        shortened = [few(data, TEST_SAMPLES if number else TRAINING_SAMPLES)
+                     for number, data in enumerate(sets)]
+        return shortened[0] if are_tensors(loaded) else shortened
+
+    def see_restore(checkpoint, settings, parts, *rest):
+        saved["parts"] = parts
+        return functions["restore"](checkpoint, settings, parts, *rest)
+
+    def see_loss(model, *batch, **options):
+        sign_of_life()
+        before = random_numbers()
+        result = functions[loss_name](model, *batch, **options)
+        if evaluating:
+            seen["draws"] |= random_numbers() != before
+        elif torch.is_grad_enabled():
+            losses.append(floats(result))
+            batches.append(digest(batch))
+        return result
+
+    def see_evaluation(model, *arguments, **options):
+        before = digest([*model.buffers()])
+        evaluating.append(True)
+        result = functions["evaluate"](model, *arguments, **options)
+        evaluating.pop()
+        seen["evaluations"].append(floats(result))
+        seen["changes"] |= digest([*model.buffers()]) != before
+        return result
+
+    def before_step(optimizer, *_):
+        sign_of_life()
+        names = {id(weight): name for name, weight in weights(saved.get("parts", {})).items()}
+        gradients = {names.get(id(weight), f"weight {number} (in no model of saved)"): weight.grad
+                     for group in optimizer.param_groups
+                     for number, weight in enumerate(group["params"]) if weight.grad is not None}
+        norms = {name: gradient.detach().to_dense().double().norm().item()
+                 for name, gradient in gradients.items()}
+        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        seen["steps"].append({"losses": losses.copy(), "batches": batches.copy(), "rates": rates,
+                              "norms": norms})
+        losses.clear()
+        batches.clear()
+        if job.end == "first step":
+            raise FirstStep
+        if job.end == "signal" and len(seen["steps"]) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def aside(path, reading=False):
+        """Return a temporary path for what the copy saves beside its checkpoint, as best.pt."""
+        own = isinstance(path, (str, os.PathLike)) and os.path.dirname(path) != folder
+        temporary = f"{folder}/{job.name}-{os.path.basename(path)}" if own else path
+        return temporary if not reading or not own or os.path.exists(temporary) else path
+
+    loss_name = "loss_of" if "loss_of" in functions else "loss_and_correct"
+    save, torch_save, torch_load = map(functions.get, ("save_checkpoint", "torch.save",
+                                                       "torch.load"))
+    seeing = {"load_data": load_few, "restore": see_restore, loss_name: see_loss,
+              "evaluate": see_evaluation,
+              "save_checkpoint": lambda path, *rest: save(aside(path), *rest)}
+    vars(module).update({name: see for name, see in seeing.items() if name in functions})
+    torch.save = lambda value, path, **options: torch_save(value, aside(path), **options)
+    torch.load = lambda path, **options: torch_load(aside(path, reading=True), **options)
+    module.CHECK_EVERY = 1
+    args = module.parse_args()
+    settings = {**SETTINGS, "batch_size": job.batch_size,
+                "checkpoint": f"{folder}/{job.checkpoint}.pt",
+                "lr": 0.01 * getattr(args, "lr", 1)}  # no copy diverges in small batches
+    vars(args).update({name: value for name, value in settings.items() if hasattr(args, name)})
+    hook = register_optimizer_step_pre_hook(before_step)
+    try:
+        module.train(args)
+    except (SystemExit, FirstStep):
+        if job.end == "last step":
+            raise
+        seen["stopped"] = True
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    hook.remove()
+    faulthandler.cancel_dump_traceback_later()
+    parts = saved.get("parts", {})
+    seen["end"] = {f"{name}{place}": value for name, part in parts.items()
+                   for place, value in numbers(part.state_dict()).items()}
+    seen["weights"] = {name: digest(weight) for name, weight in weights(parts).items()
+                       if weight.requires_grad}
+    if job.name in ("one", "two", "resumed"):
+        # Now: the loader's processes would share a file that is opened before they start
+        seen["sizes"] = [size(data) for data in sets]
+        seen["samples"] = [read(data, range(0, size(data), 1 + size(data) // 20)) for data in sets]
+    if job.name == "one" and len(sets) > 1:
+        data, test_data = sets[:2]
+        seen["test"] = read(test_data, range(0, size(test_data), 1 + size(test_data) // 100))
+        most = size(data) if are_tensors(data) else 400
+        places = {*map(int, seen["test"]), *range(0, size(data), max(1, size(data) // most))}
+        seen["training"] = read(data, sorted(place for place in places if place < size(data)))
+    return seen
+
+
+# ---- Samples ----
+def are_tensors(data):
+    """Return whether data is a tuple of tensors or arrays, whose rows are samples."""
+    return isinstance(data, (tuple, list)) and all(getattr(part, "shape", ()) for part in data)
+
+
+def size(data):
+    return min(map(len, data)) if are_tensors(data) else len(data)
+
+
+def few(data, count):
+    """Return so many samples of a data set, from all of it, and some twice if it has fewer."""
+    if not size(data) or are_tensors(data) and len(set(map(len, data))) > 1:
+        return data  # the copy refuses it
+    indices = [index * size(data) // count for index in range(count)]
+    return tuple(part[indices] for part in data) if are_tensors(data) else Few(data, indices)
+
+
+class Few:
+    """Some samples of a data set, with its attributes: of lists of samples, those of the few."""
+
+    def __init__(self, data, indices):
+        vars(self).update(all_samples=data, indices=indices)
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __getitem__(self, index):
+        return self.all_samples[self.indices[index]]
+
+    def __getattr__(self, name):
+        if "all_samples" not in vars(self):  # it is being unpickled
+            raise AttributeError(name)
+        value = getattr(self.all_samples, name)
+        if not hasattr(value, "__getitem__") or len(value) != len(self.all_samples):
+            return value
+        return value[self.indices] if hasattr(value, "shape") else [value[i] for i in self.indices]
+
+
+def read(data, indices):
+    """Return digests of samples, by their indices."""
+    found = {}
+    for index in indices:
+        random.seed(0)
+        torch.manual_seed(0)
+        found[index] = digest([part[index] for part in data] if are_tensors(data) else data[index])
+    return found
+
+
+# ---- Numbers ----
+def digest(value):
+    """Return a text that equal samples, or equal tensors, share."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to_dense().contiguous()
+        content = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
+    elif hasattr(value, "tobytes"):  # arrays of numpy, images
+        content = value.tobytes()
+    elif isinstance(value, dict):
+        content = digest([*value.items()]).encode()
+    elif isinstance(value, (list, tuple)):
+        content = "".join(map(digest, value)).encode()
+    else:
+        content = repr(value).encode() if isinstance(value, (str, int, float)) else b""
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+def numbers(state, place=""):
+    """Return digests of the tensors and numbers of a state dict, by their places in it."""
+    if isinstance(state, (list, tuple)):
+        state = dict(enumerate(state))
+    if isinstance(state, dict):
+        return {inner: value for key, part in state.items()
+                for inner, value in numbers(part, f"{place}.{key}").items()}
+    return {place: digest(state)}
+
+
+def weights(parts):
+    """Return the weights of all models in saved, by name."""
+    return {f"{part_name}.{name}": weight for part_name, part in parts.items()
+            if isinstance(part, torch.nn.Module) for name, weight in part.named_parameters()}
+
+
+def floats(result):
+    """Return the numbers of a result: the loss is the first."""
+    if isinstance(result, torch.Tensor):
+        return [result.detach().double().sum().item()]
+    if isinstance(result, (list, tuple, dict)):
+        parts = result.values() if isinstance(result, dict) else result
+        return [number for part in parts for number in floats(part)]
+    return [float(result)]
+
+
+def random_numbers():
+    return digest(torch.get_rng_state()), random.getstate()
+
+
+# ---- Start these processes ----
+def run(folder, path, flags, jobs, nproc=1, wait=None):
+    """Do jobs in nproc processes. Return what each rank has seen in each, and how it failed."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
+              "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled",
+               TORCH_DISTRIBUTED_DEBUG="INFO")  # names the parameters that have no gradient
+    if nproc > 1:
+        env.update(WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    processes = []
+    try:
+        for rank in range(nproc):
+            env.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            processes.append(start([path, folder, rank, wait, jobs, flags], env,
+                                   f"{folder}/{jobs[0].name}-{rank}.log"))
+        statuses = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    seen = {}
+    for name in [job.name for job in jobs]:
+        files = [pathlib.Path(f"{folder}/{name}-{rank}.json") for rank in range(nproc)]
+        if all(file.exists() for file in files):
+            seen[name] = [json.loads(file.read_text()) for file in files]
+    ends = [last_lines(path, status, f"{folder}/{jobs[0].name}-{rank}.log")
+            for rank, status in enumerate(statuses)]
+    return seen, "".join(f"\n      rank {rank} {end}" for rank, end in enumerate(ends)
+                         if any(statuses))
+
+
+def start(arguments, env, log):
+    command = [sys.executable, os.path.realpath(__file__), "--process", json.dumps(arguments)]
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=open(log, "w"),
+                            stderr=subprocess.STDOUT)
+
+
+def last_lines(path, status, log):
+    """Return how a process has ended, and in which lines of the copy."""
+    if status == 0:
+        return "has ended"
+    text = pathlib.Path(log).read_text(errors="replace")
+    waits = "Timeout (" in text  # faulthandler's word
+    stack = text.rpartition("(most recent call")[2]
+    errors = re.findall(r"^(?:[\w.]+Error|error|Exception|Parameters which).*", stack, re.MULTILINE)
+    frames = re.findall(rf'File "{re.escape(path)}", line (\d+),? in (\w+)', stack)
+    lines = ["waits in" if waits else f"ends with status {status}"]
+    lines += [f"line {number}, {name}(): {linecache.getline(path, int(number)).strip()}"
+              for number, name in frames if name != "<module>"]
+    lines += [] if waits else errors[-2:] or stack.splitlines()[-3:]
+    return "\n        ".join(line[:400] for line in lines)
+
+
+# ---- Compare ----
+failed = []
+
+
+def check(promise, good, otherwise):
+    """Print whether a promise holds. Return it."""
+    print(f"ok    {promise}" if good else f"FAIL  {promise}: {otherwise}", flush=True)
+    failed.extend([] if good else [promise])
+    return good
+
+
+def skip(promise, reason):
+    print(f"----  not checked: {promise}: {reason}", flush=True)
+
+
+def main():
+    if len(sys.argv) < 2 or not os.path.isfile(sys.argv[1]):
+        print(__doc__)
+        sys.exit(2)
+    path, flags = os.path.realpath(sys.argv[1]), sys.argv[2:]
+    text = pathlib.Path(path).read_text()
+    missing = [name for name in ("parse_args", "load_data", "train", "save_checkpoint")
+               if f"def {name}(" not in text]
+    if missing:
+        print(f"----  not checked: {sys.argv[1]} has no function {missing[0]}: it is no copy of "
+              "cifar10_ddp, fashionmnist_ddp or cpu_ddp")
+        sys.exit(2)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(compare(os.path.realpath(folder), path, flags))
+
+
+def compare(folder, path, flags):
+    """Train, print what holds and what differs, and return the exit status."""
+    begin = time.monotonic()
+    seen, problem = run(folder, path, flags, [Job("one", "one"),
+                                              Job("stopped", "stopped", end="signal")])
+    if "one" not in seen:
+        print(f"----  not checked: one process does not train to the end on a CPU:{problem}")
+        return 2
+    wait = WAIT + time.monotonic() - begin
+    two, problem_of_two = run(folder, path, flags, [Job("two", "two")], 2, wait)
+    if "SyncBatchNorm" in problem_of_two:
+        print(f"----  not checked: SyncBatchNorm needs GPUs: check with BatchNorm{problem_of_two}")
+        return 2
+    more, problem_of_more = run(folder, path, flags, [
+        Job("resumed", "stopped"), Job("again", "one"), Job("test", "two" if two else "one"),
+        Job("whole test", "two" if two else "one", batch_size=2 * TEST_SAMPLES),
+        Job("whole step", "nothing", batch_size=16, end="first step")])
+    seen.update(**two, **more)
+
+    if not check_data(seen):
+        skip("the rest", "it would differ, too")
+        return 1
+    check("two processes train to the end", bool(two), f"they do not{problem_of_two}")
+    of_a_batch = check_evaluation(seen, bool(two) and check_weights(*two["two"]))
+    check_training(seen, of_a_batch)
+    check_resume(seen, problem, problem_of_more, os.path.exists(f"{folder}/stopped.pt"))
+    return int(len(failed) > 0)
+
+
+def check_data(seen):
+    one = seen["one"][0]
+    promise = "no test sample is a training sample"
+    if not one.get("training"):
+        skip(promise, "there are not two sets")
+    else:
+        times = collections.Counter(one["training"].values())
+        in_both, tests = sum(value in times for value in one["test"].values()), len(one["test"])
+        share = in_both / tests * one["sizes"][0] / len(one["training"])
+        by_chance = 1 - [*times.values()].count(1) / len(one["training"])  # in a small table
+        leak = in_both > 2 and share > 0.5 + by_chance
+        check(promise, not leak, f"{in_both} of {tests} test samples are among "
+              f"{len(one['training'])} training samples. Draw or split both sets at once")
+        if in_both and not leak and by_chance < 0.5:
+            print(f"note  {in_both} of {tests} test samples are training samples, too")
+    of_all = [(rank["sizes"], rank["samples"])
+              for name in ("one", "two", "resumed") for rank in seen.get(name, [])]
+    return check("all processes, and all starts, load the same data",
+                 all(samples == of_all[0] for samples in of_all), "sort what comes from a set or a "
+                 "folder, seed what is random (numpy, pandas, scikit-learn), and load all samples "
+                 "on all ranks")
+
+
+def check_weights(first, second):
+    different = [name for name, value in first["weights"].items()
+                 if second["weights"].get(name) != value]
+    return check("all processes have the same weights at the end", not different,
+                 f"not {some(different)}: call model(...), no method of it; each model needs its "
+                 "DDP; set requires_grad in build_model")
+
+
+def check_evaluation(seen, compare_two):
+    """Return whether the test loss is one of a batch, as of pairs of samples, not of samples."""
+    one = seen["one"][0]
+    promise = "the same weights are tested alike on one and two processes"
+    results = {name: ranks[0]["evaluations"][-1] for name, ranks in seen.items()
+               if ranks[0]["evaluations"]}
+    if not {"one", "again", "whole test"} <= {*results}:
+        skip(promise, "evaluate() is not called in the first two epochs")
+        return False
+    changes = ", and it changes the model" if one["changes"] else ""
+    alike = check("an evaluation depends on the saved weights alone",
+                  results["one"] == results["again"] and not changes,
+                  f"{show(results['one'])} at the end of a run, {show(results['again'])} when it "
+                  f"is started again{changes}: call model.eval(); call torch.manual_seed(0) before "
+                  "evaluate() if it draws random numbers; put what is tested (an average) into "
+                  "saved")
+    if one["draws"] or not alike:
+        skip(promise, "the evaluation draws random numbers, or depends on more than the weights")
+        return False
+    test, whole = results["test"], results["whole test"]
+    ratios = [part / all_at_once if all_at_once else 1.0 for part, all_at_once in zip(test, whole)]
+    if any(4.5 < ratio < 9 for ratio in ratios):  # 6 batches, or one
+        check(promise, False, f"{show(test)} in batches of 4, {show(whole)} in a single one: "
+              "return sums over samples, of loss and metric, or multiply means by len(labels)")
+    elif not math.isclose(ratios[0], 1, rel_tol=0.02):
+        print(f"note  the test loss depends on the batch size, as one over pairs of samples does: "
+              f"{show(test)} in batches of 4, {show(whole)} in a single one")
+        return True
+    elif compare_two:
+        check(promise, math.isclose(results["two"][0], test[0], rel_tol=2e-3),
+              f"{show(results['two'])} on two, {show(test)} on one: each rank tests its share, and "
+              "the sums of all ranks are added up")
+    return False
+
+
+def check_training(seen, of_a_batch):
+    one = seen["one"][0]
+    promise = "the loss and the metric in training are sums over samples"
+    parts, whole = ([losses for step in seen[name][0]["steps"][:1] for losses in step["losses"]]
+                    if name in seen else [] for name in ("one", "whole step"))
+    if not whole or len(parts) != 4 * len(whole):
+        skip(promise, "the loss is not called once for each part of a batch")
+    else:
+        sums, whole_sums = ([sum(values) for values in zip(*losses)] for losses in (parts, whole))
+        means = 2.8 < sums[0] / (whole_sums[0] or math.inf) < 5.6 or any(
+            math.isclose(part, 4 * whole, rel_tol=1e-3) and whole % 1  # a count is a whole number
+            for part, whole in zip(sums[1:], whole_sums[1:]))
+        check(promise, not means, f"{show(sums)} of 16 samples in four parts, {show(whole_sums)} "
+              "in a single one: multiply means by len(labels)")
+    if "two" not in seen:
+        return
+
+    first, second = seen["two"]
+    steps = [(step["rates"], sorted(step["batches"])) for step in one["steps"]]
+    of_both = [(step["rates"], sorted(step["batches"] + other["batches"]))
+               for step, other in zip(first["steps"], second["steps"])]
+    check("one and two processes train on the same samples, at the same rates", steps == of_both,
+          "their order depends on seed and epoch alone; random transforms use torch or random, and "
+          "numpy with a seed for each sample; a rate is that of the global batch, on any number of "
+          "processes")
+    promise = "the first gradients are the same on one and two processes"
+    norms, others = (step["norms"] for step in (*one["steps"][:1], *first["steps"][:1]))
+    if of_a_batch or not norms:
+        skip(promise, "the loss is one of a batch, or the optimizer computes them itself")
+    else:
+        least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # less is rounding
+        different = [name for name, value in norms.items()
+                     if not abs(value - others.get(name, math.nan)) <= 1e-3 * max(value, least)]
+        check(promise, not different, f"not {some(different)}: call model(...), no method of it; "
+              "keep loss * (world_size / global_batch); use random numbers of torch, in "
+              "build_model, too; keep no state in globals")
+
+
+def check_resume(seen, problem, problem_of_more, has_saved):
+    promise = "a stopped and resumed run ends with the same numbers"
+    one = seen["one"][0]
+    if not one["end"]:
+        skip(promise, "restore(checkpoint, settings, saved) is not called")
+        return
+    stopped = "stopped" in seen and seen["stopped"][0]["stopped"] and has_saved
+    if not check("SIGTERM stops a run, which saves", stopped, f"it does not{problem}"):
+        return
+    if "resumed" not in seen:
+        check(promise, False, f"it does not end{problem_of_more}")
+        return
+    resumed = seen["resumed"][0]
+    different = [place for place, value in one["end"].items() if resumed["end"].get(place) != value]
+    steps = zip(one["steps"][len(one["steps"]) - len(resumed["steps"]):], resumed["steps"])
+    first = [f"{name} of step {number} after the resume"
+             for number, (before, after) in enumerate(steps, 1)
+             for key, name in {"rates": "rate", "losses": "loss", "norms": "gradient"}.items()
+             if before[key] != after[key]][:1]
+    check(promise, not different, f"not {some(first + different)}. Put what must survive a stop "
+          "into saved, before restore(): models, optimizers, schedulers, averages, counters; a "
+          "queue and a hidden state are buffers of a model. Use random numbers of torch. Call "
+          "optimizer.zero_grad() before each step")
+
+
+def show(results):
+    return ", ".join(f"{result:.4g}" for result in results)
+
+
+def some(names):
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--process"]:
+        process(*json.loads(sys.argv[2]))
+    else:
+        main()

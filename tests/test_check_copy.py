@@ -1,0 +1,739 @@
+"""tests/check_copy.py notices what an edit breaks, and finds nothing wrong in a right copy."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+
+import check_copy
+import pytest
+import torch
+import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
+from copies import make_copy
+from scripts import CHECKPOINT_SCRIPTS, ROOT, SCRIPTS, script_path
+
+FLAGS = {"cifar10_ddp": ["--fake-data", "--model", "shufflenet_v2_x0_5", "--image-size", "32"],
+         "fashionmnist_ddp": ["--fake-data"], "cpu_ddp": []}
+
+
+class Forked:
+    """A process of check_copy. It is forked, in place of an interpreter that imports torch."""
+
+    def __init__(self, arguments, env, log):
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=self.work, args=(arguments, env, log))
+        self.process.start()
+        self.kill = self.process.kill
+
+    def wait(self):
+        self.process.join()
+        return self.process.exitcode
+
+    @staticmethod
+    def work(arguments, env, log):
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)
+        os.dup2(sys.stdout.fileno(), 2)
+        os.environ.clear()
+        os.environ.update(env)
+        torch.set_num_threads(1)
+        torch.seed()  # another state in each process, as in a new interpreter
+        sys.modules["numpy"].random.seed()
+        if "WORLD_SIZE" not in env:
+            time.sleep = lambda seconds: None  # a single process waits for no other at its end
+        try:
+            check_copy.process(*arguments)
+        except SystemExit as end:
+            print(end)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+
+
+def check(copy, *flags):
+    """Return the exit status and the text of check_copy.py."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
+        patch.setattr(check_copy, "start", Forked)
+        patch.setattr(check_copy, "WAIT", 6)
+        patch.setattr(check_copy, "failed", [])
+        patch.setattr(sys, "argv", ["check_copy.py", str(copy), *flags])
+        with pytest.raises(SystemExit) as end:
+            check_copy.main()
+    return end.value.code, text.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+def test_a_script_as_it_is_passes(script):
+    make_copy(script, "my.py")
+    status, text = check("my.py", *FLAGS[script])
+    assert status == 0, f"{script} as it is does not pass its check:\n{text}"
+    promises = len(re.findall("^ok ", text, re.MULTILINE))
+    assert promises == (11 if SCRIPTS[script].has_test_set else 8), (
+        f"{script} as it is: {promises} promises are checked:\n{text}")
+    assert os.listdir() == ["my.py"], f"the check has written {os.listdir()}"
+
+
+# ---- Edits that are wrong ----
+SMALL = """
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 10)
+
+    def features(self, images):
+        images = F.adaptive_avg_pool2d(images.float().mean(1, keepdim=True) / 255, 4)
+        return self.body(images.flatten(1)).tanh()
+
+    def forward(self, images):
+        return self.head(self.features(images))
+
+
+def build_model(args, *classes):
+    return Small()
+
+
+def build_optimizer(args, model, *global_batch):
+    return torch.optim.Adam(model.parameters(), lr=3e-3)
+
+
+def loss_and_correct(model, images, labels):
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    correct = (logits.argmax(1) == labels).sum()
+    return loss, correct
+"""
+
+
+def above(code):
+    return "", code
+
+
+def in_loss(code, above=""):
+    """Return the edit that computes something more before the small model's loss is returned."""
+    function = SMALL[SMALL.index("def loss_and_correct"):]
+    code = "".join(f"    {line}\n" for line in code.splitlines())
+    return "", above + function.replace("    return loss", code + "    return loss")
+
+
+def model(code):
+    """Return the edit that changes the small model after it is built."""
+    lines = "".join(f"    {line}\n" for line in code.splitlines())
+    return "", f"import numpy\n\n\ndef build_model(args, *classes):\n    model = Small()\n{lines}" \
+               "    return model\n"
+
+
+LEAK = "no test sample is a training sample"
+DATA = "all processes, and all starts, load the same data"
+ENDS = "two processes train to the end"
+SUMS = "the loss and the metric in training are sums over samples"
+STEPS = "one and two processes train on the same samples, at the same rates"
+GRADIENTS = "the first gradients are the same on one and two processes"
+RANKS = "all processes have the same weights at the end"
+WEIGHTS = "an evaluation depends on the saved weights alone"
+TESTS = "the same weights are tested alike on one and two processes"
+STOPS = "SIGTERM stops a run, which saves"
+RESUMES = "a stopped and resumed run ends with the same numbers"
+
+# The script's own comparison of the ranks' weights comes first
+NO_GUARD = ('instead of "                check_weights(saved)"', "pass")
+STEP = 'after "            optimizer.step()"'
+SAVED = 'before "step = restore("'
+LOSS = 'instead of "loss, correct = loss_and_correct(ddp_model,"'
+DRAWN = """
+def samples(seed, count=400):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (count, 3, 28, 28), generator=generator, dtype=torch.uint8)
+    return images, images[:, 0, 0, 0].long() % 10
+
+
+def named(*sets):
+    sets = [TensorDataset(*tensors) for tensors in sets]
+    for data in sets:
+        data.classes = list("0123456789")
+    return sets
+"""
+SPLIT = DRAWN + """
+def load_data(args):
+    images, labels = samples(0)
+    order = {order}
+    return named(*((images[part], labels[part]) for part in (order[:300], order[300:])))
+"""
+FEW_CLASSES = """
+def load_data(args):
+    train_set, test_set = named(samples(0), samples(1))
+    names = {f"class {number}" for number in range(10)}
+    train_set.classes = test_set.classes = list(names)
+    return train_set, test_set
+"""
+WRONG = {  # of copies with the small model
+    "fashionmnist_ddp": {
+        "sets drawn alike": (LEAK, above(DRAWN + """
+def load_data(args):
+    return samples(args.seed), samples(args.seed, 90)
+""")),
+        "labels of another order on each rank": (ENDS, above(DRAWN + """
+def load_data(args):
+    images, labels = samples(0)
+    return (images, labels[torch.randperm(400, generator=torch.Generator().manual_seed(
+        time.time_ns()))]), samples(1, 90)
+""")),
+        "a mean": (SUMS, in_loss("loss = loss / len(labels)")),
+        "a mean in training": (SUMS, in_loss("if model.training:\n    loss = loss / len(labels)")),
+        "a mean in evaluation":
+            (TESTS, in_loss("if not model.training:\n    loss = loss / len(labels)")),
+        "a mean of the metric": (SUMS, in_loss("correct = correct / len(labels)")),
+        "a mean of the metric in evaluation":
+            (TESTS, in_loss("if not model.training:\n    correct = correct / len(labels)")),
+        "model.module": (GRADIENTS, NO_GUARD, ("", SMALL.replace(
+            "= model(images)", "= getattr(model, 'module', model)(images)"))),
+        "model.module, which the script notices": (ENDS, ("", SMALL.replace(
+            "= model(images)", "= getattr(model, 'module', model)(images)"))),
+        "a method": (RANKS, NO_GUARD, ("", SMALL.replace("= model(images)", """= (
+        getattr(model, 'module', model).head(getattr(model, 'module', model).features(images)))"""))),
+        "requires_grad after DDP": (RANKS, NO_GUARD, model("model.body.requires_grad_(False)"),
+                                    ('after "ddp_model = DDP("', "model.requires_grad_(True)")),
+        "weights of no model": (RESUMES, in_loss("loss = loss * SCALE.exp()", "SCALE = nn.Parameter("
+                                                 "torch.zeros(()))\n\n\n"), above("""
+def build_optimizer(args, model):
+    return torch.optim.Adam([*model.parameters(), SCALE], lr=3e-3)
+""")),
+        "a second model without DDP": (RANKS, NO_GUARD, (SAVED, """
+            critic = nn.Linear(784, 1)
+            critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+            saved.update(critic=critic, critic_optimizer=critic_optimizer)"""), (STEP, """
+            critic_optimizer.zero_grad()
+            critic(x[indices].flatten(1) / 255).square().mean().backward()
+            critic_optimizer.step()""")),
+        "a second optimizer that is not saved": (RESUMES, above("""
+def build_optimizer(args, model):
+    return torch.optim.Adam(model.body.parameters(), lr=3e-3)
+"""), (SAVED, "second = torch.optim.Adam(model.head.parameters(), lr=3e-3)"),
+            (STEP, "second.step()\nsecond.zero_grad()")),
+        "an optimizer that is saved, but not restored": (
+            RESUMES, ('after "step = restore("', """
+            saved["second"] = second = torch.optim.Adam(model.parameters(), lr=1e-3)"""),
+            (STEP, "second.step()")),
+        "a scheduler that is not saved": (RESUMES, (SAVED, """
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps + 1)"""),
+            ('instead of "for group, peak_rate in"', "pass"), (STEP, "scheduler.step()")),
+        "an average that is tested, but not saved": (WEIGHTS, (SAVED, """
+            average = torch.optim.swa_utils.AveragedModel(model)"""),
+            (STEP, "average.update_parameters(model)"),
+            ('instead of "test_loss, test_accuracy = evaluate("', """
+            test_loss, test_accuracy = evaluate(average.module, zip(test_x, test_y), device)""")),
+        "a counter": (RESUMES, in_loss("COUNT.append(1)\nloss = loss / len(COUNT)", "COUNT = []\n")),
+        "a queue": (RESUMES, in_loss("loss = loss + (logits * sum(QUEUE)).sum()\n"
+                                     "QUEUE.append(logits.detach().mean(0))", "QUEUE = []\n")),
+        "a hidden state": (RESUMES, in_loss("global HIDDEN\nif model.training:\n"
+                                            "    loss = loss + (HIDDEN * logits).sum()\n"
+                                            "    HIDDEN = logits.detach().mean(0)", "HIDDEN = 1\n")),
+        "an own generator": (RESUMES, in_loss("loss = loss * torch.rand((), generator=GENERATOR)",
+                                              "GENERATOR = torch.Generator().manual_seed(0)\n")),
+        "numpy in the loss": (RESUMES, in_loss("loss = loss * numpy.random.rand()",
+                                               "import numpy\n")),
+        "Python's random in the loss": (RESUMES, in_loss("loss = loss * random.random()")),
+        "numpy in build_model":
+            (GRADIENTS, model("model.body.weight.data.mul_(numpy.random.rand())")),
+        "a gradient of the step before": (RESUMES, ('instead of "optimizer.zero_grad()"', "pass")),
+        "dropout in an evaluation": (WEIGHTS, model("model = nn.Sequential(model, nn.Dropout())"),
+                                     ('instead of "model.eval()"', "pass")),
+        "BatchNorm trained in an evaluation": (
+            WEIGHTS, model("model = nn.Sequential(model, nn.BatchNorm1d(10))"),
+            ('instead of "model.eval()"', "pass")),
+        "a random evaluation": (WEIGHTS, in_loss("if not model.training:\n"
+                                                 "    loss = loss * torch.rand(())")),
+        "a rank that leaves the loop":
+            (ENDS, ('after "step += 1"', "if rank == 1 and step == 2:\n    break")),
+        "a rank that skips a step": (ENDS, ('before "optimizer.zero_grad()"', """
+            if rank == 1 and step == 2:
+                step += 1
+                continue""")),
+        "a layer that is not used": (ENDS, model("model.extra = nn.Linear(3, 3)")),
+        "a mean of one rank": (TESTS, ('instead of "return mean_of_all_ranks("',
+                                       "return float(loss_sum / count), float(correct_sum / count)")),
+        "a mean over the part": (GRADIENTS, (
+            'instead of "(loss * (world_size / global_batch)).backward()"',
+            "(loss / len(indices)).backward()")),
+        "a rate by the number of processes": (STEPS, above("""
+def build_optimizer(args, model):
+    return torch.optim.Adam(model.parameters(), lr=3e-3 * dist.get_world_size())
+""")),
+        "no stop": (STOPS, ('instead of "if stop and step < total_steps:"', "pass"),
+                    ('instead of "if rank == 0 and args.checkpoint and (stop or due):"', "pass")),
+    },
+    "cifar10_ddp": {
+        "numpy's split": (DATA, above("import numpy\n" + SPLIT.format(
+            order="torch.from_numpy(numpy.random.permutation(400))"))),
+        "a split by the clock": (DATA, above(SPLIT.format(
+            order="random.Random(time.time_ns()).sample(range(400), 400)"))),
+        "shards by rank": (DATA, above(DRAWN + """
+def load_data(args):
+    images, labels = samples(0)
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    return named((images[mine], labels[mine]), samples(1))
+""")),
+        "two splits of one set": (LEAK, above(DRAWN + """
+def load_data(args):
+    (whole,) = named(samples(0, 2000))
+    (train_set, _), (_, test_set) = (torch.utils.data.random_split(whole, [0.8, 0.2])
+                                     for _ in range(2))
+    train_set.classes = test_set.classes = whole.classes
+    return train_set, test_set
+""")),
+        "numpy in a transform": (STEPS, above("""
+import numpy
+
+
+def transforms(args, train_set):
+    return lambda image, label: (image.roll(numpy.random.randint(8) if train_set else 0, 2), label)
+""")),
+        "an order by another generator":
+            (STEPS, ('instead of "order = torch.randperm(images"', "order = torch.randperm(images)")),
+        "a loader that begins again": (RESUMES, ('instead of "keys = batch_keys(args, images,"', """
+            keys = batch_keys(args, images, global_batch, 0, parts, rank, world_size)""")),
+    },
+    "cpu_ddp": {
+        "a mean": (SUMS, above("""
+def loss_of(model, inputs, targets):
+    return F.mse_loss(model(inputs), targets)
+""")),
+        "an optimizer that is not saved": (RESUMES, above("""
+def build_optimizer(args, model):
+    return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+"""), ('instead of "saved = {"', 'saved = {"model": model}')),
+    },
+}
+
+
+@pytest.mark.parametrize("script, kind", [(script, kind) for script in WRONG
+                                          for kind in WRONG[script]])
+def test_a_wrong_edit_is_noticed(script, kind):
+    promise, *edits = WRONG[script][kind]
+    small = [above(SMALL)] if SCRIPTS[script].has_test_set else []
+    make_copy(script, "my.py", *small, *edits)
+    status, text = check("my.py", *FLAGS[script])
+    assert status == 1 and f"FAIL  {promise}" in text, (
+        f"{script} with {kind}: not FAIL, status 1, for {promise!r}, but status {status}:\n{text}")
+
+
+def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL), (STEP, "if rank == 0:\n    dist.barrier()"))
+    status, text = check("my.py", "--fake-data")
+    assert status == 1, f"a barrier of rank 0 alone: status {status}\n{text}"
+    assert re.search(r"rank 0 waits in\n +line \d+, train\(\): dist.barrier\(\)\n", text), (
+        f"a barrier of rank 0 alone is not named:\n{text}")
+    assert re.search(r"rank 1 waits in\n.*loss_and_correct", text), (
+        f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
+
+
+def test_classes_of_a_set_are_noticed_in_a_pod_and_by_the_command():
+    """Each interpreter has its own order. The variables are those that a notebook may have."""
+    make_copy("cifar10_ddp", "my.py", above(SMALL), above(DRAWN + FEW_CLASSES))
+    env = {**os.environ, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere",
+           "SLURM_JOB_ID": "1", "TORCHELASTIC_RUN_ID": "1", "PYTHONHASHSEED": "0"}
+    done = subprocess.run([sys.executable, ROOT / "tests/check_copy.py", "my.py",
+                           "--fake-data"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "sort what comes from a set" in done.stdout, (
+        f"classes of a set: status {done.returncode}\n{done.stdout}\n{done.stderr}")
+
+
+@pytest.mark.parametrize("reason, edit", [
+    ("NVIDIA|CUDA", ("", SMALL.replace("model(images)", "model(images.cuda())"))),
+    ("SyncBatchNorm", model("model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential("
+                            "model, nn.BatchNorm1d(10)))")),
+    ("FileNotFoundError.*nowhere", above("def load_data(args):\n    return torch.load('nowhere')")),
+])
+def test_what_cannot_be_checked_is_said(reason, edit):
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL), edit)
+    status, text = check("my.py", "--fake-data")
+    assert status == 2 and re.search(reason, text), (
+        f"a copy that cannot run here: status {status}, not 2 with {reason!r}:\n{text}")
+
+
+def test_another_file_is_said_to_be_no_copy():
+    status, text = check(script_path("synthetic_ddp"))
+    assert status == 2 and len(text.splitlines()) == 1, f"synthetic_ddp: {status}\n{text}"
+
+
+@pytest.mark.parametrize("name, new, missing", [
+    ("evaluate(", "validate(", TESTS), ("loss_and_correct(", "losses(", SUMS),
+    ("restore(", "resume(", RESUMES)])
+def test_a_renamed_function_is_not_checked_and_the_rest_is(name, new, missing):
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL))
+    with open("my.py") as file:
+        text = file.read().replace(name, new)
+    with open("my.py", "w") as file:
+        file.write(text)
+    status, text = check("my.py", "--fake-data")
+    assert status == 0 and f"----  not checked: {missing}" in text, f"{new}: {status}\n{text}"
+
+
+def test_files_of_the_user_are_left_alone():
+    """Best weights, which a copy saves, reads again and tests."""
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL), ('before "test loss {test_loss"', """
+        if rank == 0:
+            save_checkpoint("best.pt", {"model": model}, settings, step)
+            torch.save(model.state_dict(), "last.pt")
+        dist.barrier()
+        model.load_state_dict(torch.load("best.pt")["model"])"""))
+    for name in ("best.pt", "last.pt", "run.pt"):
+        with open(name, "w") as file:
+            file.write("mine")
+    status, text = check("my.py", "--fake-data", "--checkpoint", "run.pt")
+    assert status == 0, f"best weights that are saved and read: {status}\n{text}"
+    for name in ("best.pt", "last.pt", "run.pt"):
+        with open(name, errors="replace") as file:
+            assert file.read() == "mine", f"the check has written the user's {name}"
+
+
+# ---- Edits that are right ----
+LSTM = """
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 12, batch_first=True)
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, x):
+        return self.out(self.lstm(x.unsqueeze(2))[0]).squeeze(2)
+
+
+def build_model(args):
+    return Waves()
+
+
+def build_optimizer(args, model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=5)
+
+
+def load_data(args):
+    waves = torch.sin((torch.arange(60) + 80 * torch.rand(97, 1)) / 20)
+    return (waves[:70, :-1], waves[:70, 1:]), (waves[70:, :-1], waves[70:, 1:])
+
+
+def loss_and_correct(model, inputs, targets):
+    errors = (model(inputs) - targets).square().mean(1)
+    return errors.sum(), errors.detach().sum()
+"""
+CLOSURE = """
+results = []
+
+def closure():
+    optimizer.zero_grad()
+    whole = torch.zeros(2, dtype=torch.float64)
+    for part in range(parts):
+        indices = batch[rank + part * world_size::parts * world_size]
+        ddp_model.require_backward_grad_sync = part == parts - 1
+        loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])
+        (loss * (world_size / global_batch)).backward()
+        whole += torch.stack([loss.detach(), correct])
+    results.append(whole)
+    mean = whole[0].clone()
+    dist.all_reduce(mean)  # all ranks make the same steps
+    return mean / global_batch
+"""
+VAE = """
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(784, 8)
+        self.decoder = nn.Linear(4, 784)
+
+    def forward(self, images):
+        mean, spread = self.encoder(images.flatten(1)).chunk(2, 1)
+        return self.decoder(mean + (spread / 2).exp() * torch.randn_like(mean)), mean, spread
+
+
+def build_model(args):
+    return VAE()
+
+
+def loss_and_correct(model, images, labels):
+    images = normalize(images)
+    output, mean, spread = model(images)
+    loss = F.binary_cross_entropy_with_logits(output, images.flatten(1), reduction="sum")
+    return loss - 0.5 * (1 + spread - mean.square() - spread.exp()).sum(), loss.detach()
+"""
+PAIRS = """
+class Pairs(Dataset):
+    classes = ["different", "same"]
+
+    def __init__(self, images, labels):
+        self.images = images
+        self.of_class = [(labels == number).nonzero().flatten().tolist() for number in range(10)]
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        same = random.random() < 0.5
+        others = self.of_class[(index + (0 if same else random.randrange(1, 10))) % 10]
+        return self.images[index], self.images[random.choice(others)], float(same)
+
+
+class Twins(Small):
+    def forward(self, first, second):
+        return self.head((self.features(first) - self.features(second)).abs())[:, 0]
+
+
+def build_model(args, classes):
+    return Twins()
+
+
+def load_data(args):
+    return [Pairs(*tensors) for tensors in fake_images(200, (3, 32, 32), args.seed)]
+
+
+def transforms(args, train_set):
+    return lambda *parts: parts
+
+
+def loss_and_correct(model, first, second, same):
+    logits = model(first, second)
+    loss = F.binary_cross_entropy_with_logits(logits, same.float(), reduction="sum")
+    return loss, ((logits > 0) == (same > 0.5)).sum()
+"""
+SCENES = """
+class Scenes(Dataset):
+    classes = ["background", "square"]
+
+    def __init__(self, count, seed):
+        self.file = None
+        self.count = count
+        self.seed = seed
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.file = self.file or open("rows", "rb")  # as an archive: a handle in each process
+        self.file.seek(index)
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.file.read(1)[0])
+        size = 24 + 8 * int(torch.randint(3, (), generator=generator))
+        boxes = torch.rand(index % 3 + 1, 4, generator=generator) * size
+        return torch.rand(3, size, size, generator=generator), {"boxes": boxes}
+
+
+class Detector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.box = nn.Linear(8, 4)
+
+    def forward(self, images, targets=None):
+        pooled = torch.stack([self.body(image[None])[0].mean((1, 2)) for image in images])
+        boxes = self.box(self.norm(pooled))
+        if not self.training:
+            return [{"boxes": box[None]} for box in boxes]
+        wanted = torch.stack([target["boxes"].mean(0) for target in targets])
+        return {"box": (boxes - wanted).abs().mean(), "size": boxes.square().mean()}
+
+
+def build_model(args, classes):
+    return Detector()
+
+
+def load_data(args):
+    return Scenes(100, 1), Scenes(30, 2)
+
+
+def transforms(args, train_set):
+    return lambda *parts: parts
+
+
+def collate(samples):
+    return tuple(zip(*samples))
+
+
+def loss_and_correct(model, images, targets):
+    if model.training:
+        return sum(model(images, targets).values()) * len(images), torch.zeros(())
+    errors = [(output["boxes"] - target["boxes"]).abs().mean()
+              for output, target in zip(model(images), targets)]
+    return torch.zeros(()), torch.stack(errors).sum()
+"""
+LISTS = [(f'instead of "{line}"', "pass") for line in (
+    "batch = [tensor.to(device, non_blocking=True) for tensor in batch]",
+    "batch = [tensor.to(device, copy=True) for tensor in batch]")]
+BERT = """
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.word_head = nn.Linear(16, 50)
+        self.next_head = nn.Linear(16, 2)
+
+    def forward(self, words):
+        hidden = self.layer(self.words(words))
+        return self.word_head(hidden), self.next_head(hidden[:, 0])
+
+
+def build_model(args):
+    return Heads()
+
+
+def build_optimizer(args, model):
+    return torch.optim.AdamW(model.parameters(), lr=2e-5)
+
+
+def load_data(args):
+    words, after = torch.randint(4, 50, (130, 12)), torch.randint(2, (130,))
+    return (words[:100], after[:100]), (words[100:], after[100:])
+
+
+def loss_and_correct(model, words, after):
+    hidden = torch.rand(words.shape) < 0.3 if model.training else words < 9
+    logits, next_logits = model(words.masked_fill(hidden, 3))
+    losses = F.cross_entropy(logits.transpose(1, 2), words, reduction="none") * hidden
+    loss = (losses.sum(1) / hidden.sum(1).clamp(1)).sum()
+    loss = loss + F.cross_entropy(next_logits, after, reduction="sum")
+    return loss, (next_logits.argmax(1) == after).sum()
+"""
+GAN = """
+class Maker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 784))
+
+    def forward(self, noise):
+        return self.net(noise).sigmoid()
+
+
+def build_model(args):
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def wrong(logits, wanted):
+    return F.binary_cross_entropy_with_logits(logits, wanted.expand_as(logits), reduction="sum")
+
+
+def loss_and_correct(model, images, labels):
+    logits = model(normalize(images))
+    return wrong(logits, torch.ones(1)), (logits > 0).sum()
+"""
+TURNS = """
+for turn, (turns_model, turns_optimizer) in enumerate(((ddp_model, optimizer),
+                                                       (ddp_maker, maker_optimizer))):
+    turns_optimizer.zero_grad()
+    for part in range(parts):
+        first = rank + part * world_size
+        indices = batch[first::parts * world_size]
+        seed_step(hash((args.seed, step, first, turn)), device)
+        turns_model.require_backward_grad_sync = part == parts - 1
+        noise = torch.randn(len(indices), 8)
+        if turn == 0:
+            real = normalize(x[indices]).flatten(1)
+            logits = ddp_model(torch.cat([real, maker(noise).detach()]))
+            loss = wrong(logits, (torch.arange(len(logits)) < len(real)).float()[:, None])
+            loss_sum += loss.detach().double()
+            correct_sum += (logits[:len(real)] > 0).sum()
+            count += len(indices)
+        else:
+            model.requires_grad_(False)
+            loss = wrong(model(ddp_maker(noise)), torch.ones(1))
+            model.requires_grad_(True)
+        (loss * (world_size / global_batch)).backward()
+    turns_optimizer.step()
+"""
+GATHERED = """
+import torch.distributed.nn
+
+
+def loss_and_correct(model, images, labels):
+    vectors = F.normalize(model(images), dim=1)
+    others, offset = vectors, 0
+    if model.training and dist.get_world_size() > 1:
+        others = torch.cat(torch.distributed.nn.all_gather(vectors))
+        offset = dist.get_rank() * len(vectors)
+    loss = F.cross_entropy(vectors @ others.T, offset + torch.arange(len(vectors)), reduction="sum")
+    return loss, torch.zeros(())
+"""
+NO_DOWNLOAD = above("def prepare_data(args):\n    pass")
+RIGHT = {
+    "an LSTM with LBFGS": ("fashionmnist_ddp", NO_DOWNLOAD, above(LSTM),
+                           ('instead of "for part in range(parts):"', CLOSURE),
+                           ('instead of "            optimizer.step()"', """
+                            optimizer.step(closure)
+                            loss_sum, correct_sum = results[0]
+                            count = len(range(rank, global_batch, world_size))""")),
+    "a VAE, whose evaluation is seeded": (
+        "fashionmnist_ddp", above(VAE), ('before "test_loss, test_accuracy = evaluate("',
+                                         "torch.manual_seed(0)")),
+    "siamese pairs": ("cifar10_ddp", above(SMALL + PAIRS)),
+    "detection, with lists, dictionaries and a file": (
+        "cifar10_ddp", above(SCENES), *LISTS, ('instead of "return DataLoader(SeededData("', """
+        return DataLoader(SeededData(data, transform), num_workers=args.workers, **batches,
+                          collate_fn=collate, worker_init_fn=ignore_signals)""")),
+    "a transformer with two heads and a rate of 2e-5": ("fashionmnist_ddp", NO_DOWNLOAD,
+                                                        above(BERT)),
+    "a GAN, both of whose models are exchanged": (
+        "fashionmnist_ddp", above(GAN), (SAVED, """
+        maker = Maker()
+        maker_optimizer = torch.optim.Adam(maker.parameters(), lr=2e-4)
+        saved.update(maker=maker, maker_optimizer=maker_optimizer)"""),
+        ('after "ddp_model = DDP("', "ddp_maker = DDP(maker) if world_size > 1 else maker"),
+        ('instead of "for part in range(parts):"', TURNS),
+        ('instead of "            optimizer.step()"', "pass")),
+    "a loss of pairs, gathered from all ranks": ("fashionmnist_ddp", above(SMALL + GATHERED)),
+    "frozen layers, BatchNorm, dropout, a scheduler and a tested average": (
+        "fashionmnist_ddp", above(SMALL), model("""
+model.requires_grad_(False)
+model = nn.Sequential(model, nn.BatchNorm1d(10).eval(), nn.Linear(10, 10), nn.BatchNorm1d(10),
+                      nn.Dropout(), nn.Linear(10, 10))"""), (SAVED, """
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps + 1)
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        saved.update(scheduler=scheduler, average=average)"""),
+        ('instead of "for group, peak_rate in"', "pass"),
+        (STEP, "scheduler.step()\naverage.update_parameters(model)"),
+        ('instead of "test_loss, test_accuracy = evaluate("', """
+        test_loss, test_accuracy = evaluate(average.module, zip(test_x, test_y), device)""")),
+    "fewer samples than a batch, of a small table, drawn by weights": (
+        "fashionmnist_ddp", NO_DOWNLOAD, above("""
+def build_model(args):
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def load_data(args):
+    inputs = torch.arange(15)[:, None] // torch.tensor([1, 2, 4]) % 2
+    labels = (inputs.sum(1) > 1).long()
+    return (inputs[:11].float(), labels[:11]), (inputs[11:].float(), labels[11:])
+
+
+def loss_and_correct(model, inputs, labels, progress=1.0):
+    logits = model(inputs)
+    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1 * progress)
+    return loss, (logits.argmax(1) == labels).sum()
+"""), ('instead of "order = torch.randperm("', """
+        weights = 1 / y.bincount()[y].cpu()
+        order = torch.multinomial(weights, len(x), replacement=True, generator=shuffle)"""),
+        (LOSS, """
+        loss, correct = loss_and_correct(ddp_model, x[indices], y[indices],
+                                         progress=step / total_steps)""")),
+    "an evaluation in every tenth epoch": (
+        "fashionmnist_ddp", above(SMALL), ('instead of "test_loss, test_accuracy = evaluate("', """
+        test_loss = test_accuracy = 0.0
+        if epoch % 10 == 9:
+            test_loss, test_accuracy = evaluate(model, zip(test_x, test_y), device)""")),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_right_edit_is_no_false_alarm(kind):
+    script, *edits = RIGHT[kind]
+    make_copy(script, "my.py", *edits)
+    with open("rows", "wb") as file:
+        file.write(bytes(range(100)))
+    status, text = check("my.py", *FLAGS[script])
+    assert status == 0, f"{kind}: nothing is wrong, but status {status}:\n{text}"
