@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from checkpoints import difference, load_checkpoint
-from forked import fork, train_to_end, train_until
+from copies import make_copy
+from forked import fork, train_to_end, train_until, watch
 from recorder import change_sets, record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, load_script
 from torch.utils.data import TensorDataset
@@ -129,6 +130,26 @@ def test_transforms_differ_by_image_epoch_and_seed_in_training_alone():
             f"transformed by {different} different random numbers, not by 192")
     tested = [len(draws[False]) for ranks in runs for draws in ranks]
     assert tested == 4 * [3 * 4], f"4 test images of each rank are transformed {tested} times"
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_sample_that_is_drawn_several_times_in_an_epoch_is_transformed_anew(nproc, tmp_path):
+    """As the weighted sampling of the page draws rare ones. Here, all are the same one."""
+    copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
+        'instead of "order = torch.randperm("', "order = torch.zeros(images, dtype=torch.long)"))
+
+    def setup(module, rank):
+        use_small_model(module)
+        batches = []
+        watch(module, "loss_and_correct", lambda model, images, labels: batches.append(
+            images.clone()) if model.training else None)
+        return batches
+
+    ranks = train_to_end(copy, "--fake-data", 64, "--batch-size", 16 // nproc, "--workers", 0,
+                         "--epochs", 1, nproc=nproc, setup=setup).results
+    crops = torch.cat([images for batches in ranks for images in batches]).unique(dim=0)
+    assert len(crops) > 40, (  # of 9 * 9 * 2, by chance 53 different ones
+        f"one image, drawn 64 times in an epoch, is cropped and flipped in {len(crops)} ways")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -79,16 +79,15 @@ def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, 
     assert counts == [6, 6], f"--workers 3, to train and to test: ranks start {counts} processes"
 
 
-def test_random_transforms_depend_on_seed_epoch_and_index():
+def test_random_transforms_depend_on_seed_epoch_place_and_index():
     module = load_script("cifar10_ddp")
     data = module.SeededData([(0, 0)] * 4, lambda *_: [torch.rand(1).item(), random.random()])
-    key = module.Key(0, 1, True, 2)
+    key = (0, 1, 5, 2)
     numbers = data[key]
     assert data[key] == numbers, "the random numbers of torch or Python are not those of the key"
-    for other in (key._replace(seed=1), key._replace(epoch=2), key._replace(index=3),
-                  key._replace(training=False)):
+    for other in ((1, 1, 5, 2), (0, 2, 5, 2), (0, 1, 6, 2), (0, 1, 5, 3)):
         both = set(numbers) & set(data[other])
-        assert not both, f"seed, epoch, set and index {other} have random numbers of {key}: {both}"
+        assert not both, f"seed, epoch, place, index {other} have random numbers of {key}: {both}"
 
 
 # --- signals ---
@@ -123,7 +122,7 @@ def test_run_is_stopped_while_its_loader_processes_are_busy(folder, tmp_path):
     """They would read an image of the second epoch each for longer than train_forked() waits."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py", (
         'before "return self.transform(*self.data"',
-        "if key.epoch == 1 and key.index % 4 == 0:\n    time.sleep(150)"))
+        "if key[1] == 1 and index % 4 == 0:\n    time.sleep(150)"))
     end = train_and_wait(copy, *flags_of(folder, 2),
                          setup=lambda *_: at_step(lambda step: signal.raise_signal(signal.SIGTERM)))
     assert "stopped by a signal after step " in str(end.statuses), (
@@ -150,7 +149,7 @@ def test_loader_that_cannot_hand_over_a_batch_ends_the_run(folder, tmp_path):
 def test_start_method_spawn(folder, tmp_path):
     """That of macOS. It and Python 3.14's forkserver pickle what they give to loader processes."""
     copy = make_copy("cifar10_ddp", tmp_path / "train.py",
-                     ('instead of "mp.set_start_method"', 'mp.set_start_method("spawn")'))
+                     ('instead of "context = "fork" if"', 'context = "spawn" if workers else None'))
     with start(copy, *flags_of(folder, 1)) as job:
         result = job.result()
         wait_until_gone(job, "start method spawn")

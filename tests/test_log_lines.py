@@ -2,10 +2,9 @@
 
 5 epochs of 5 steps; in those with checkpoints, shares of 16 and 15 samples in two parts. A clock
 that the test owns makes a step take 2 seconds on rank 0 and 3 on rank 1. Runs with checkpoints are
-resumed after step 7.
+resumed in the second epoch.
 """
 
-import argparse
 import itertools
 import os
 import re
@@ -22,13 +21,12 @@ from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-RESUMED = 7
 SMOOTHING = {"cifar10_ddp": 0.1, "fashionmnist_ddp": 0.1}  # of labels, in training
 HEADERS = {
-    "cpu_ddp": "world size 2  threads 1  batch 31 of 164  steps 7 to 25",
+    "cpu_ddp": "world size 2  threads 1  batch 31 of 164  steps {} to 25",
     "mnist_dp": "GPUs none  threads 1  batch 32 of 164",
-    "cifar10_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  10 classes  steps 7 to 25",
-    "fashionmnist_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  steps 7 to 25",
+    "cifar10_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  10 classes  steps {} to 25",
+    "fashionmnist_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  steps {} to 25",
     "synthetic_ddp": "world size 2 on cpu  threads 1  batch 32 of 164",
 }
 
@@ -41,19 +39,18 @@ def with_clock(module, rank):
     os.environ["LOCAL_RANK"] = "0"
     recorder = record_small_model(module, rank)
     reads = []  # numbers of steps before these
-    module.time = argparse.Namespace(
-        perf_counter=lambda: (2 + rank) * len(recorder.steps) + (len(recorder.steps) in reads),
-        sleep=time.sleep)
+    time.perf_counter = (
+        lambda: (2 + rank) * len(recorder.steps) + (len(recorder.steps) in reads))
     if hasattr(module, "SeededData"):
         watch(module.SeededData, "__getitem__",
-              lambda data, key: key.training and reads.append(len(recorder.steps)))
+              lambda data, key: key[1] >= 0 and reads.append(len(recorder.steps)))
     return recorder
 
 
 def with_slow_start(module, rank):
     recorder = with_clock(module, rank)
-    clock = module.time.perf_counter
-    module.time.perf_counter = lambda: clock() + (6 if recorder.steps else 0)
+    clock = time.perf_counter
+    time.perf_counter = lambda: clock() + (6 if recorder.steps else 0)
     return recorder
 
 
@@ -110,16 +107,16 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
     path = tmp_path / "run.pt"
     flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 31, "--log-every", 4,
              "--save-every", 0.1, "--checkpoint", path]
-    train_until(script, *flags, nproc=2, after=RESUMED, setup=with_clock)
+    resumed = train_until(script, *flags, nproc=2, after=7, setup=with_clock)
     ranks, _, text = train_to_end(script, *flags, nproc=2, setup=with_slow_start)
     unit = "samples" if script == "cpu_ddp" else "images"
     has_test_set = SCRIPTS[script].has_test_set
-    lines = [HEADERS[script]]
-    saved = RESUMED - 2  # the first step takes as long as three
-    for step in range(RESUMED + 1, 26):
+    lines = [HEADERS[script].format(resumed)]
+    saved = resumed - 2  # the first step takes as long as three
+    for step in range(resumed + 1, 26):
         epoch = (step + 4) // 5
-        steps = max(0, 5 * epoch - 5 - RESUMED), step - RESUMED  # of this epoch, since the resume
-        if step > RESUMED + 1 and (step - RESUMED) % 2 == 1:
+        steps = max(0, 5 * epoch - 5 - resumed), step - resumed  # of this epoch, since the resume
+        if step > resumed + 1 and (step - resumed) % 2 == 1:
             wait = "wait 50 %  " if script == "cifar10_ddp" else ""
             lines.append(f"epoch {epoch}/5  step {step}/25  "
                          f"{means(script, parts_of(ranks[:1], *steps))}  16 {unit}/s  {wait}"
@@ -195,9 +192,9 @@ def test_synthetic_ddp_measures_a_model():
         watch(torch.optim.SGD, "step", lambda optimizer: gradients.append(
             optimizer.param_groups[0]["params"][0].grad.sum().item()))
         watch(dist, "barrier", lambda *_: events.append("barrier"))
-        watch(module.F, "cross_entropy", lambda logits, *_: types.append(logits.dtype))
+        watch(torch.nn.functional, "cross_entropy", lambda logits, *_: types.append(logits.dtype))
         register_module_forward_pre_hook(lambda _, images: inputs.append(images[0].shape))
-        module.time = argparse.Namespace(perf_counter=clock, sleep=time.sleep)
+        time.perf_counter = clock
         return gradients, events, inputs, types
 
     ranks, _, text = train_to_end(

@@ -58,13 +58,19 @@ def undisturbed(tmp_path_factory):
     return checkpoint_of
 
 
-def assert_stopped(life, step, what):
-    """Fail unless both processes have stopped after this step, the first of them with a line."""
+def assert_stopped(life, path, what, at_most):
+    """Fail unless both processes have stopped after one step, saved it, and the first one says so.
+
+    Return the step.
+    """
+    assert path.exists(), f"{what}: nothing is saved, it ends with {life.statuses}\n{life.text}"
+    step = load_checkpoint(path)["step"]
     expected = [f"stopped by a signal after step {step}", 1]
     assert life.statuses == expected, (
         f"{what}: the exit statuses must be {expected}, not {life.statuses}\n{life.text}")
-    assert life.steps == [step, step], (
-        f"{what}: all must stop after step {step}, not after {life.steps}\n{life.text}")
+    assert life.steps[0] == life.steps[1] <= at_most, (
+        f"{what}: both must stop after at most {at_most} steps, not {life.steps}\n{life.text}")
+    return step
 
 
 def assert_resumes(script, checkpoint, undisturbed, what):
@@ -93,11 +99,7 @@ def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
     check_every = getattr(load_script(script), "CHECK_EVERY", 1)
     life = train_two(script, path, disturb=disturb, check_every=check_every)
     what = f"{name} to one process of {script} after step 2"
-    assert path.exists(), f"{what}: nothing is saved, it ends with {life.statuses}\n{life.text}"
-    step = load_checkpoint(path)["step"]
-    assert_stopped(life, step, what)
-    assert step <= 2 + check_every, (
-        f"{what}: it must stop after at most {check_every} more, not after {step}\n{life.text}")
+    step = assert_stopped(life, path, what, at_most=2 + check_every)
     before, _, _ = life.text.partition("a process exits")
     assert f"saved step {step} " in before, (
         f"{what}: a process exited before rank 0 had saved\n{life.text}")
@@ -127,9 +129,7 @@ def test_a_run_whose_terminal_is_closed_stops_and_saves(script, tmp_path):
             signal_after(1, signal.SIGHUP)
 
     life = train_two(script, tmp_path / "run.pt", disturb=disturb)
-    assert_stopped(life, 2, f"SIGHUP to {script}, whose terminal is closed")
-    step = load_checkpoint(tmp_path / "run.pt")["step"]
-    assert step == 2, f"{script}: the terminal is closed: step {step} is saved, not 2\n{life.text}"
+    assert_stopped(life, tmp_path / "run.pt", f"SIGHUP to {script}, whose terminal is closed", 2)
 
 
 def test_a_run_under_nohup_ignores_sighup(undisturbed, tmp_path):
@@ -143,15 +143,18 @@ def test_a_run_under_nohup_ignores_sighup(undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize("script", TEST_SCRIPTS)
-def test_a_run_that_stopped_at_the_end_of_an_epoch_evaluates_again(script, undisturbed, tmp_path):
+def test_a_run_that_was_killed_while_it_evaluated_evaluates_again(script, undisturbed, tmp_path):
+    def disturb(module, rank):
+        watch(module, "evaluate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
     path = tmp_path / "run.pt"
-    life = train_two(script, path, disturb=lambda module, rank: rank == 0 and signal_after(5))
-    what = f"SIGTERM to {script} in the last step of an epoch"
-    assert_stopped(life, 6, what)
-    line = "epoch 1/3  test loss"
-    assert line not in life.text, f"{what}: it evaluates before it stops\n{life.text}"
+    life = train_two(script, path, disturb=disturb)
+    what = f"{script} is killed while it evaluates its first epoch"
+    step = load_checkpoint(path)["step"]
+    assert step == 6, f"{what}, and step {step} is saved, not the last of 6\n{life.text}"
     end = train_two(script, path)
-    assert end.text.count(line) == 1, f"{what}: a resume must evaluate epoch 1\n{end.text}"
+    count = end.text.count("epoch 1/3  test loss")
+    assert count == 1, f"{what}: a resume must evaluate epoch 1, not {count} times\n{end.text}"
     assert_equal(path, undisturbed(script), f"{what}, and resumed: the checkpoint")
 
 
@@ -171,16 +174,11 @@ def test_a_signal_during_an_evaluation_is_noticed_at_once_and_the_run_stops(scri
     path = tmp_path / "run.pt"
     life = train_two(script, path, disturb=interrupt)
     what = f"SIGINT to {script} during its first evaluation"
-    assert life.statuses[0] not in (0, None) and life.steps[0] <= 7, (
-        f"{what}: it must stop after at most one more step, not after {life.steps}\n{life.text}")
-    before, _, _ = life.text.partition("evaluation goes on")
+    assert_stopped(life, path, what, at_most=7)
+    before, _, after = life.text.partition("evaluation goes on")
     assert "signal" in before.splitlines()[-1], f"{what}: nothing is printed\n{life.text}"
-    assert before.count("signal received") == 1, f"{what}: it is printed twice\n{life.text}"
-    end = train_two(script, path)
-    text = life.text + end.text
-    count = text.count("epoch 1/3  test loss")
-    assert count >= 1, f"{what}: the first epoch has {count} test lines\n{text}"
-    assert_equal(path, undisturbed(script), f"{what}, and resumed: the checkpoint")
+    assert "epoch 1/3  test loss" in after, f"{what}: the evaluation ends early\n{life.text}"
+    assert_resumes(script, path, undisturbed, what)
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
@@ -206,11 +204,7 @@ def test_a_run_killed_and_stopped_in_one_epoch_is_resumed_bit_for_bit(script, un
     assert step in (7, 8), f"{script}, which saves each step, is killed after 8: {step} is saved"
     for _ in range(2):
         life = train_two(script, path, disturb=lambda *_: signal_after(1))
-        step += 2  # the signal is noticed in the second one
-        expected = [f"stopped by a signal after step {step}", 1]
-        assert life.statuses == expected, (
-            f"{script}, resumed in an epoch and stopped in it again, must end with {expected}, not "
-            f"{life.statuses}\n{life.text}")
+        assert_stopped(life, path, f"{script}, resumed in an epoch, stopped in it again", 2)
     assert_resumes(script, path, undisturbed, f"{script} killed after step 8, and stopped twice")
 
 
@@ -272,8 +266,7 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
 
         os.environ["LOCAL_RANK"] = str(rank % 2)
         module.prepare_data = prepare_data
-        if rank > 0:
-            watch(module, "load_data", lambda *_: print(rank, "loads"))
+        watch(module, "load_data", lambda *_: print(rank, "loads"))
         use_small_model(module)
 
     text = train_to_end(script, "--fake-data", 16, "--epochs", 1, *SCRIPTS[script].no_children,
