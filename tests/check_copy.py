@@ -255,11 +255,13 @@ def weights(parts):
 
 def floats(result):
     """Return the numbers of a result: the loss is the first."""
-    if isinstance(result, torch.Tensor):
-        return [result.detach().double().sum().item()]
+    if isinstance(result, dict):
+        result = list(result.values())
     if isinstance(result, (list, tuple)):
         return [number for part in result for number in floats(part)]
-    return [float(result)]
+    if isinstance(result, torch.Tensor):
+        result = result.detach().double().sum()
+    return [float(result)] if hasattr(result, "__float__") else []
 
 
 def random_numbers():
@@ -419,8 +421,8 @@ def check_evaluation(seen, compare_two):
     one = seen["one"][0]
     promise = "the same weights are tested alike on one and two processes"
     results = {name: ranks[0]["evaluations"][-1] for name, ranks in seen.items()
-               if ranks[0]["evaluations"]}
-    if not {"one", "again", "whole test"} <= {*results}:
+               if any(ranks[0]["evaluations"])}
+    if not {"one", "again", "test", "whole test"} <= {*results}:
         skip(promise, "evaluate() is not called in the first two epochs")
         return False
     changes = ", and it changes the model" if one["changes"] else ""
@@ -454,7 +456,7 @@ def check_training(seen, of_a_batch):
     promise = "the loss and the metric in training are sums over samples"
     parts, whole = ([losses for step in seen[name][0]["steps"][:1] for losses in step["losses"]]
                     if name in seen else [] for name in ("one", "whole step"))
-    if not whole or len(parts) != 4 * len(whole):
+    if not any(whole) or len(parts) != 4 * len(whole):
         skip(promise, "the loss is not called once for each part of a batch")
     else:
         sums, whole_sums = ([sum(values) for values in zip(*losses)] for losses in (parts, whole))
@@ -475,13 +477,13 @@ def check_training(seen, of_a_batch):
           "numpy with a seed for each sample; a rate is that of the global batch, on any number of "
           "processes")
     promise = "the first gradients are the same on one and two processes"
-    norms, others = (step["norms"] for step in (*one["steps"][:1], *first["steps"][:1]))
-    if of_a_batch or not norms:
+    norms, others = ([step["norms"] for step in seen[name][0]["steps"]] for name in ("one", "two"))
+    if of_a_batch or not any(norms[:1]):
         skip(promise, "the loss is one of a batch, or the optimizer computes them itself")
     else:
-        least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # less is rounding
-        different = [name for name, value in norms.items()
-                     if not abs(value - others.get(name, math.nan)) <= 1e-3 * max(value, least)]
+        least = 1e-4 * math.hypot(*norms[0].values()) / math.sqrt(len(norms[0]))  # or rounding
+        different = [name for name, value in norms[0].items()
+                     if abs(value - others[0].get(name, math.inf)) > 1e-3 * max(value, least)]
         check(promise, not different, f"not {some(different)}: call model(...), no method of it; "
               "keep loss * (world_size / global_batch); use random numbers of torch, in "
               "build_model, too; keep no state in globals")
