@@ -173,7 +173,8 @@ def train(module, functions, folder, wait, job):
 # ---- Samples ----
 def are_tensors(data):
     """Return whether data is a tuple of tensors or arrays, whose rows are samples."""
-    return isinstance(data, (tuple, list)) and all(getattr(part, "shape", ()) for part in data)
+    rows = isinstance(data, (tuple, list)) and [getattr(part, "shape", ()) for part in data]
+    return bool(rows) and all(rows)
 
 
 def size(data):
@@ -204,6 +205,8 @@ class Few:
         if "all_samples" not in vars(self):  # it is being unpickled
             raise AttributeError(name)
         value = getattr(self.all_samples, name)
+        if are_tensors(value) and size(value) == len(self.all_samples):
+            return tuple(part[self.indices] for part in value)
         if not hasattr(value, "__getitem__") or len(value) != len(self.all_samples):
             return value
         return value[self.indices] if hasattr(value, "shape") else [value[i] for i in self.indices]
@@ -215,6 +218,8 @@ def read(data, count):
     for index in range(0, size(data), max(1, size(data) // count)):
         random.seed(0)
         torch.manual_seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
         sample = [part[index] for part in data] if are_tensors(data) else data[index]
         found.append(digest(sample))
     return found

@@ -472,6 +472,9 @@ def loss_and_correct(model, images, labels):
     return loss - 0.5 * (1 + spread - mean.square() - spread.exp()).sum(), loss.detach()
 """
 PAIRS = """
+import numpy
+
+
 class Pairs(Dataset):
     classes = ["different", "same"]
 
@@ -483,7 +486,7 @@ class Pairs(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        same = random.random() < 0.5
+        same = numpy.random.rand() < 0.5
         others = self.of_class[(index + (0 if same else random.randrange(1, 10))) % 10]
         return self.images[index], self.images[random.choice(others)], float(same)
 
@@ -678,7 +681,15 @@ RIGHT = {
     "a VAE, whose evaluation is seeded": (
         "fashionmnist_ddp", above(VAE), ('before "test_loss, test_accuracy = evaluate("',
                                          "torch.manual_seed(0)")),
-    "siamese pairs": ("cifar10_ddp", above(SMALL + PAIRS)),
+    "siamese pairs, by numpy with a seed for each sample": (
+        "cifar10_ddp", above(SMALL + PAIRS), ('before "return self.transform(*self.data["', """
+        numpy.random.seed(hash(key) % 2**32)""")),
+    "classes drawn by weights of a data set": (
+        "cifar10_ddp", above(SMALL), ('instead of "        order = torch.randperm("', """
+        order = torch.multinomial(WEIGHTS, images, replacement=True, generator=shuffle)"""), (
+            'before "keys = batch_keys(args, images,"', """
+        global WEIGHTS
+        WEIGHTS = 1.0 + train_set.tensors[1]""")),
     "detection, with lists, dictionaries and a file": (
         "cifar10_ddp", above(SCENES), *LISTS, ('instead of "return DataLoader(SeededData("', """
         return DataLoader(SeededData(data, transform), num_workers=args.workers, **batches,
