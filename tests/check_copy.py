@@ -98,12 +98,13 @@ def train(module, functions, folder, wait, job):
         return result
 
     def see_evaluation(model, *arguments, **options):
-        before = digest([*model.buffers()])
+        buffers = getattr(model, "buffers", list)
+        before = digest([*buffers()])
         evaluating.append(True)
         result = functions["evaluate"](model, *arguments, **options)
         evaluating.pop()
         seen["evaluations"].append(floats(result))
-        seen["changes"] |= digest([*model.buffers()]) != before
+        seen["changes"] |= digest([*buffers()]) != before
         return result
 
     def before_step(optimizer, *_):
@@ -146,6 +147,7 @@ def train(module, functions, folder, wait, job):
                 "lr": 0.01 * getattr(args, "lr", 1)}  # no copy diverges in small batches
     vars(args).update({name: value for name, value in settings.items() if hasattr(args, name)})
     hook = register_optimizer_step_pre_hook(before_step)
+    sign_of_life()
     try:
         module.train(args)
     except (SystemExit, FirstStep):
