@@ -198,12 +198,14 @@ def load_data(args):
             "= model(images)", "= getattr(model, 'module', model)(images)"))),
         "model.module, which the script notices": (ENDS, ("", SMALL.replace(
             "= model(images)", "= getattr(model, 'module', model)(images)"))),
-        "a method": (RANKS, NO_GUARD, ("", SMALL.replace("= model(images)", """= (
-        getattr(model, 'module', model).head(getattr(model, 'module', model).features(images)))"""))),
+        "a method": (RANKS, NO_GUARD, ("", SMALL.replace("    logits = model(images)", """
+    plain = getattr(model, "module", model)
+    logits = plain.head(plain.features(images))"""))),
         "requires_grad after DDP": (RANKS, NO_GUARD, model("model.body.requires_grad_(False)"),
                                     ('after "ddp_model = DDP("', "model.requires_grad_(True)")),
-        "weights of no model": (RESUMES, in_loss("loss = loss * SCALE.exp()", "SCALE = nn.Parameter("
-                                                 "torch.zeros(()))\n\n\n"), above("""
+        "weights of no model": (RESUMES, in_loss("loss = loss * SCALE", """
+SCALE = nn.Parameter(torch.ones(()))
+"""), above("""
 def build_optimizer(args, model):
     return torch.optim.Adam([*model.parameters(), SCALE], lr=3e-3)
 """)),
@@ -231,12 +233,16 @@ def build_optimizer(args, model):
             (STEP, "average.update_parameters(model)"),
             ('instead of "test_loss, test_accuracy = evaluate("', """
             test_loss, test_accuracy = evaluate(average.module, zip(test_x, test_y), device)""")),
-        "a counter": (RESUMES, in_loss("COUNT.append(1)\nloss = loss / len(COUNT)", "COUNT = []\n")),
+        "a counter":
+            (RESUMES, in_loss("COUNT.append(1)\nloss = loss / len(COUNT)", "COUNT = []\n")),
         "a queue": (RESUMES, in_loss("loss = loss + (logits * sum(QUEUE)).sum()\n"
                                      "QUEUE.append(logits.detach().mean(0))", "QUEUE = []\n")),
-        "a hidden state": (RESUMES, in_loss("global HIDDEN\nif model.training:\n"
-                                            "    loss = loss + (HIDDEN * logits).sum()\n"
-                                            "    HIDDEN = logits.detach().mean(0)", "HIDDEN = 1\n")),
+        "a hidden state": (RESUMES, in_loss("""
+global HIDDEN
+if model.training:
+    loss = loss + (HIDDEN * logits).sum()
+    HIDDEN = logits.detach().mean(0)
+""", "HIDDEN = 1\n")),
         "an own generator": (RESUMES, in_loss("loss = loss * torch.rand((), generator=GENERATOR)",
                                               "GENERATOR = torch.Generator().manual_seed(0)\n")),
         "numpy in the loss": (RESUMES, in_loss("loss = loss * numpy.random.rand()",
@@ -259,8 +265,8 @@ def build_optimizer(args, model):
                 step += 1
                 continue""")),
         "a layer that is not used": (ENDS, model("model.extra = nn.Linear(3, 3)")),
-        "a mean of one rank": (TESTS, ('instead of "return mean_of_all_ranks("',
-                                       "return float(loss_sum / count), float(correct_sum / count)")),
+        "a mean of one rank": (TESTS, ('instead of "return mean_of_all_ranks("', """
+            return float(loss_sum / count), float(correct_sum / count)""")),
         "a mean over the part": (GRADIENTS, (
             'instead of "(loss * (world_size / global_batch)).backward()"',
             "(loss / len(indices)).backward()")),
@@ -298,7 +304,7 @@ def transforms(args, train_set):
     return lambda image, label: (image.roll(numpy.random.randint(8) if train_set else 0, 2), label)
 """)),
         "an order by another generator":
-            (STEPS, ('instead of "order = torch.randperm(images"', "order = torch.randperm(images)")),
+            (STEPS, ('instead of "order = torch.randperm("', "order = torch.randperm(images)")),
         "a loader that begins again": (RESUMES, ('instead of "keys = batch_keys(args, images,"', """
             keys = batch_keys(args, images, global_batch, 0, parts, rank, world_size)""")),
     },
@@ -327,7 +333,8 @@ def test_a_wrong_edit_is_noticed(script, kind):
 
 
 def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
-    make_copy("fashionmnist_ddp", "my.py", above(SMALL), (STEP, "if rank == 0:\n    dist.barrier()"))
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL),
+              (STEP, "if rank == 0:\n    dist.barrier()"))
     status, text = check("my.py", "--fake-data")
     assert status == 1, f"a barrier of rank 0 alone: status {status}\n{text}"
     assert re.search(r"rank 0 waits in\n +line \d+, train\(\): dist.barrier\(\)\n", text), (
@@ -465,6 +472,9 @@ def loss_and_correct(model, images, labels):
     return loss - 0.5 * (1 + spread - mean.square() - spread.exp()).sum(), loss.detach()
 """
 PAIRS = """
+import numpy
+
+
 class Pairs(Dataset):
     classes = ["different", "same"]
 
@@ -476,7 +486,7 @@ class Pairs(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        same = random.random() < 0.5
+        same = numpy.random.rand() < 0.5
         others = self.of_class[(index + (0 if same else random.randrange(1, 10))) % 10]
         return self.images[index], self.images[random.choice(others)], float(same)
 
@@ -671,7 +681,15 @@ RIGHT = {
     "a VAE, whose evaluation is seeded": (
         "fashionmnist_ddp", above(VAE), ('before "test_loss, test_accuracy = evaluate("',
                                          "torch.manual_seed(0)")),
-    "siamese pairs": ("cifar10_ddp", above(SMALL + PAIRS)),
+    "siamese pairs, by numpy with a seed for each sample": (
+        "cifar10_ddp", above(SMALL + PAIRS), ('before "return self.transform(*self.data["', """
+        numpy.random.seed(hash(key) % 2**32)""")),
+    "classes drawn by weights of a data set": (
+        "cifar10_ddp", above(SMALL), ('instead of "        order = torch.randperm("', """
+        order = torch.multinomial(WEIGHTS, images, replacement=True, generator=shuffle)"""), (
+            'before "keys = batch_keys(args, images,"', """
+        global WEIGHTS
+        WEIGHTS = 1.0 + train_set.tensors[1]""")),
     "detection, with lists, dictionaries and a file": (
         "cifar10_ddp", above(SCENES), *LISTS, ('instead of "return DataLoader(SeededData("', """
         return DataLoader(SeededData(data, transform), num_workers=args.workers, **batches,
