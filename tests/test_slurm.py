@@ -100,7 +100,7 @@ def part(text, first, last):
 
 UNSET = "OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY"
 ENVIRONMENT = part(text_of("cifar10.sbatch"), "# The environment", "\ndone")
-OTHERS = part(text_of("cifar10.sbatch"), "# What srun reads", UNSET)
+OTHERS = part(text_of("cifar10.sbatch"), "# Options that srun would take", UNSET)
 CORES = part(text_of("synthetic.sbatch"), "cores=", "processes=${NPROC:-${gpus:-$cores}}")
 
 
