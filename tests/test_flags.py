@@ -7,13 +7,10 @@ import ast
 import re
 
 import pytest
-import torch
-import torch.distributed as dist
 from copies import make_copy
-from forked import at_step, train_forked, train_to_end
+from forked import train_forked
 from launchers import run
-from recorder import use_small_model
-from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script, script_path
+from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, load_script, script_path
 
 # Pages rely on these: on speeds, accuracies, and what they say of a run without flags
 EVERYWHERE = {"seed": 0}
@@ -85,24 +82,6 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
     args = load_script(script).parse_args(["--checkpoint", str(tmp_path / "run.pt")])
     assert args.checkpoint == str(tmp_path / "scratch.pt"), (
         f"{script} replaces the link by a file: it saves to {args.checkpoint}")
-
-
-@pytest.mark.parametrize("script, flags", [
-    *[(script, ("--epochs", 1, *SCRIPTS[script].no_children)) for script in DDP_SCRIPTS],
-    ("synthetic_ddp", ("--model", "squeezenet1_1", "--image-size", 32, "--steps", 1))])
-def test_timeout_is_that_of_the_process_group(script, flags):
-    """Half an hour is PyTorch's."""
-    def setup(module, rank):
-        use_small_model(module)
-        seconds = []
-        cpu = torch.device("cpu")
-        at_step(lambda _: seconds.append(
-            dist.group.WORLD._get_backend(cpu).options._timeout.total_seconds()))
-        return seconds
-
-    (seconds, _) = train_to_end(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8,
-                                "--timeout", 77, *flags, nproc=2, setup=setup).results
-    assert set(seconds) == {77}, f"{script} --timeout 77 waits {set(seconds)} seconds for a process"
 
 
 # ---- mistakes ----

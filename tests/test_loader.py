@@ -1,14 +1,12 @@
 """cifar10_ddp's images are read by processes of a DataLoader, which change no weights."""
 
 import os
-import random
 import select
 import signal
 import tempfile
 from multiprocessing.process import BaseProcess
 
 import pytest
-import torch
 import torch.multiprocessing as mp
 from checkpoints import assert_equal
 from copies import make_copy
@@ -16,7 +14,6 @@ from forked import at_step, signal_after, train_forked, train_to_end, watch
 from image_folder import TINY, write_images
 from launchers import start, wait_until_gone
 from recorder import use_small_model
-from scripts import load_script
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +74,6 @@ def test_loader_processes_change_no_weights_and_start_once(undisturbed, folder, 
     assert_equal(tmp_path / "run.pt", undisturbed, "with loader processes, the checkpoint")
     counts = [len(of_rank) for of_rank in started]
     assert counts == [6, 6], f"--workers 3, to train and to test: ranks start {counts} processes"
-
-
-def test_random_transforms_depend_on_seed_epoch_place_and_index():
-    module = load_script("cifar10_ddp")
-    data = module.SeededData([(0, 0)] * 4, lambda *_: [torch.rand(1).item(), random.random()])
-    key = (0, 1, 5, 2)
-    numbers = data[key]
-    assert data[key] == numbers, "the random numbers of torch or Python are not those of the key"
-    for other in ((1, 1, 5, 2), (0, 2, 5, 2), (0, 1, 6, 2), (0, 1, 5, 3)):
-        both = set(numbers) & set(data[other])
-        assert not both, f"seed, epoch, place, index {other} have random numbers of {key}: {both}"
 
 
 # --- signals ---

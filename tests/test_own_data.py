@@ -11,8 +11,7 @@ import torch.nn as nn
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
 from forked import fork, train_forked, train_to_end, watch
-from launchers import run
-from recorder import FewPixels, change_sets, record_small_model, use_small_model
+from recorder import FewPixels, change_sets, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, SCRIPTS, load_script
 from torch.utils.data import TensorDataset
 
@@ -32,22 +31,6 @@ def assert_error(end, words, mistake):
             f"{mistake}: there must be an error line with {words!r}: {end.statuses}\n{end.text}")
 
 
-def use_data(module, load):
-    """Let load() be a copy's load_data. It returns images and labels to train, and those to test.
-
-    In cifar10_ddp, they are data sets, and have classes.
-    """
-    def load_data(args):
-        sets = load()
-        if hasattr(module, "transforms"):
-            sets = [TensorDataset(*tensors) for tensors in sets]
-            for data in sets:
-                data.classes = list("0123456789")
-        return sets
-
-    module.load_data = load_data
-
-
 # ---- load_data ----
 def draw(count):
     """Return images of noise, and labels that say nothing about them."""
@@ -58,9 +41,18 @@ def draw(count):
 @pytest.mark.parametrize("script", TEST_SCRIPTS)
 def test_data_that_load_data_draws_are_equal_on_all_ranks_and_differ_in_both_sets(script):
     def setup(module, rank):
+        def load_data(args):
+            sets.append([draw(72), draw(24)])
+            if script == "fashionmnist_ddp":
+                return sets[0]
+            named = [TensorDataset(*tensors) for tensors in sets[0]]
+            for data in named:
+                data.classes = list("0123456789")
+            return named
+
         sets = []
         random.seed(os.getpid())  # another state in each process, as in a new interpreter
-        use_data(module, lambda: sets.append([draw(72), draw(24)]) or sets[0])
+        module.load_data = load_data
         use_small_model(module)
         return sets
 
@@ -100,52 +92,20 @@ def test_the_first_weights_do_not_depend_on_what_load_data_draws(script):
                  f"{script}, whose load_data draws one random number: the weights at the start")
 
 
-CLASSES_OF_A_SET = {  # an unsorted set of names: their order differs in each process
-    "fashionmnist_ddp": ('before "return fake_images("', """
-        names = [f"class {number}" for number in range(10)]
-        number_of = {name: number for number, name in enumerate(set(names))}
-        labels = torch.tensor([number_of[name] for name in names]).repeat(10)
-        images = torch.randint(256, (100, 1, 28, 28), dtype=torch.uint8)
-        return (images, labels), (images, torch.arange(100) % 10)"""),
-    "cifar10_ddp": ('after "classes = list("',
-                    'classes = list({f"class {name}" for name in classes})'),
-}
-
-
-@pytest.mark.parametrize("script", CLASSES_OF_A_SET)
-def test_classes_from_a_set_are_an_error_line(script, tmp_path):
-    """Started by torchrun: forked processes have the same seed of hash()."""
-    copy = make_copy(script, tmp_path / "train.py", CLASSES_OF_A_SET[script])
-    checkpoint = tmp_path / "run.pt"
-    flags = flags_of(script, "--checkpoint", checkpoint, epochs=1)
-    env = {"PYTHONHASHSEED": "random"}
-    status, text = run(copy, *flags, launcher="torchrun", nproc=2, env=env)
-    assert status != 0, f"{script}: two ranks have other classes, and the run ends well\n{text}"
-    assert re.search("error: the ranks have different data .*(classes|label_digest)", text), (
-        f"{script}: two ranks have other classes: there is no error line that says so\n{text}")
-    assert not checkpoint.exists(), f"{script} has trained with other classes on each rank\n{text}"
-
-
 @pytest.mark.parametrize("script", TEST_SCRIPTS)
 def test_a_resume_with_other_classes_is_refused_and_leaves_the_file(script, tmp_path):
     """As from a set: one process, whose resume has the same classes in another order."""
     path = tmp_path / "run.pt"
 
     def setup(module, rank):
-        order = torch.arange(10) if not path.exists() else torch.arange(9, -1, -1)
-        images = torch.randint(256, (72, 3, 28, 28), dtype=torch.uint8)
-        labels = order[torch.arange(72) % 10]
-        use_data(module, lambda: [(images, labels), (images, labels)])
-        load_data = module.load_data
+        def turn_order(data, train_set):
+            if script == "fashionmnist_ddp":
+                return data[0], 9 - data[1]
+            data.classes = data.classes[::-1]
+            return data
 
-        def load_named(args):
-            sets = load_data(args)
-            for data in sets:
-                if hasattr(data, "classes"):
-                    data.classes = [f"class {number}" for number in order.tolist()]
-            return sets
-
-        module.load_data = load_named
+        if path.exists():
+            change_sets(module, turn_order)
         use_small_model(module)
 
     train_to_end(script, *flags_of(script, "--checkpoint", path, epochs=1), setup=setup)
@@ -158,19 +118,14 @@ def test_a_resume_with_other_classes_is_refused_and_leaves_the_file(script, tmp_
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
 def test_other_numbers_of_samples_on_two_ranks_are_an_error_line(script, tmp_path):
     def setup(module, rank):
+        def drop_one(data, train_set):
+            if script != "cifar10_ddp":
+                return [tensor[:-1] for tensor in data]
+            data.tensors = [tensor[:-1] for tensor in data.tensors]
+            return data
+
         if rank == 1:
-            load_data = module.load_data
-
-            def load_fewer(args):
-                first, second = load_data(args)
-                if script == "cpu_ddp":
-                    return first[:-1], second[:-1]
-                if script == "fashionmnist_ddp":
-                    return [tensor[:-1] for tensor in first], second
-                first.tensors = [tensor[:-1] for tensor in first.tensors]
-                return first, second
-
-            module.load_data = load_fewer
+            change_sets(module, drop_one)
         use_small_model(module)
 
     path = tmp_path / "run.pt"
@@ -267,20 +222,51 @@ def test_a_run_that_ends_in_mid_epoch_is_saved_and_goes_on_to_the_last_step(scri
     assert_equal(parts, tmp_path / "whole", f"{script}, left and resumed: checkpoint")
 
 
+# ---- models ----
+def call_ddps_module(module, rank):
+    """DDP does not see it, and exchanges nothing."""
+    name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
+    loss_function = getattr(module, name)
+    setattr(module, name, lambda model, *batch: loss_function(
+        getattr(model, "module", model), *batch))
+
+
+def change_a_weight_a_little(module, rank):
+    watch(module, "check_weights", lambda saved: next(saved["model"].parameters()).data.mul_(
+        1 + 1e-4 * rank))
+
+
+def train_a_second_model_alone(module, rank):
+    """It is in saved, and no DDP exchanges its gradients."""
+    restore = module.restore
+
+    def restore_two(checkpoint, settings, saved):
+        critic = saved["critic"] = nn.Linear(1, 1)
+        watch(module, "check_weights", lambda _: critic.weight.data.add_(0.1 * rank))
+        return restore(checkpoint, settings, saved)
+
+    module.restore = restore_two
+
+
+@pytest.mark.parametrize("mistake, weight", [
+    (call_ddps_module, "model."), (change_a_weight_a_little, "model."),
+    (train_a_second_model_alone, "critic.weight")])
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
-def test_a_loop_that_leaves_each_epoch_early_trains_as_many_steps_in_each(script, tmp_path):
-    copy = make_copy(script, tmp_path / "train.py",
-                     ('after "step += 1"', "if step % 2 == 0:\n    break"))
-    path = tmp_path / "run.pt"
-    ranks = train_to_end(copy, *flags_of(script, "--checkpoint", path), nproc=2,
-                         setup=record_small_model).results
-    steps = [len(recorder.steps) for recorder in ranks]
-    assert steps == [8, 8], f"{script}: four epochs of two steps are {steps} steps on the two ranks"
-    saved = load_checkpoint(path)["step"]
-    assert saved == 8, f"{script}: four epochs of two steps, and step {saved} is saved"
+def test_gradients_that_are_not_exchanged_are_an_error(script, mistake, weight, tmp_path):
+    """All ranks notice it before rank 0 saves."""
+    def setup(module, rank):
+        use_small_model(module)
+        mistake(module, rank)
+
+    flags = flags_of(script, "--checkpoint", tmp_path / "run.pt")
+    end = train_forked(script, *flags, nproc=2, setup=setup)
+    for status in end.statuses:
+        assert f"error: {weight}" in str(status), (
+            f"{script}: the ranks have other weights {weight}: it ends with {end.statuses}\n"
+            f"{end.text}")
+    assert not (tmp_path / "run.pt").exists(), f"{script} has saved rank 0's weights\n{end.text}"
 
 
-# ---- models and optimizers ----
 class LowRank(nn.Linear):
     """As loralib's layers: an update that eval() merges into the weight, and train() takes out."""
 
@@ -347,38 +333,6 @@ def test_layers_train_before_and_after_an_evaluation_whatever_mode_a_model_comes
             f"{what}: the update of a layer of low rank is not trained in each step: {updates}")
 
 
-class WithCount(FewPixels):
-    """With a buffer of integers that gloo does not send."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1, dtype=torch.int16))
-
-
-@pytest.mark.parametrize("script", TEST_SCRIPTS)
-def test_one_process_trains_a_model_with_a_buffer_of_int16(script):
-    def setup(module, rank):
-        use_small_model(module)
-        module.build_model = lambda *_: WithCount()
-
-    train_to_end(script, *flags_of(script, epochs=1), setup=setup)
-
-
-# ---- numbers that are no images, or too large ----
-@pytest.mark.parametrize("script", ["fashionmnist_ddp", "mnist_dp"])
-def test_images_of_floats_are_refused_where_they_would_be_divided_by_255(script):
-    def setup(module, rank):
-        use_small_model(module)
-        load_data = module.load_data
-        module.load_data = lambda args: [(images / 255, labels)
-                                         for images, labels in load_data(args)]
-
-    end = train_forked(script, "--fake-data", 64, "--epochs", 1, setup=setup)
-    (status,) = end.statuses
-    assert "normalize takes uint8" in str(status), (
-        f"{script}: images from 0 to 1 are divided by 255, and the run ends with {status}")
-
-
 class WithNorm(nn.Module):
     """BatchNorm, whose outputs are finite where its variance is not."""
 
@@ -405,7 +359,7 @@ def test_a_huge_value_in_one_sample_is_an_error_line_and_no_file(script, nproc, 
             module.load_data = lambda args: (inputs, inputs[:, :1].clamp(-1, 1))
             module.build_model = lambda args: WithNorm(20, 1)
         else:
-            use_data(module, lambda: 2 * [(inputs.view(72, 1, 1, 20), torch.arange(72) % 10)])
+            module.load_data = lambda args: 2 * [(inputs.view(72, 1, 1, 20), torch.arange(72) % 10)]
             module.build_model = lambda args: WithNorm(20, 10)
             module.normalize = lambda images: images
         module.build_optimizer = lambda args, model: torch.optim.SGD(model.parameters(), 0.01)
@@ -437,3 +391,19 @@ def test_sums_of_losses_in_bfloat16_are_exact(script):
     assert found and not wrong, f"{script}: each loss is 0.1250, and the log has {wrong or 'none'}"
 
 
+@pytest.mark.parametrize("script", TEST_SCRIPTS)
+def test_loss_and_metric_need_not_be_detached(script):
+    """Their graphs would be kept for an epoch."""
+    def setup(module, rank):
+        graphs = []
+        use_small_model(module)
+        loss_and_correct = module.loss_and_correct
+        module.loss_and_correct = lambda *batch: 2 * loss_and_correct(*batch)[:1]  # the loss, twice
+        watch(module, "mean_of_all_ranks", lambda sums, *_: graphs.append(
+            [total.requires_grad for total in sums]))
+        return graphs
+
+    (graphs,) = train_to_end(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1,
+                             *SCRIPTS[script].no_children, setup=setup).results
+    assert graphs == 2 * [[False, False]], (
+        f"sums of loss and metric that are not detached keep the graphs of all steps: {graphs}")

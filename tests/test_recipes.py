@@ -97,14 +97,16 @@ def test_pixels_are_scaled(script, black, white):
     assert found == pytest.approx([black, white]), f"{script}: black and white are {found}"
 
 
-def test_normalize_takes_no_images_that_a_transform_has_normalized():
-    """As ToDtype and Normalize of tutorials do. Those of the script keep the kind of numbers."""
-    module = load_script("cifar10_ddp")
-    for train_set in (True, False):
-        image, _ = module.transforms(module.parse_args([]), train_set)(torch.rand(3, 32, 32), 0)
-        with pytest.raises(TypeError, match="uint8"):
-            module.normalize(image.unsqueeze(0))
-            pytest.fail("normalize normalizes floats a second time, or takes them as 0 and 1")
+@pytest.mark.parametrize("script", ["cifar10_ddp", "mnist_dp", "fashionmnist_ddp"])
+def test_normalize_takes_no_floats(script):
+    """As ToDtype and Normalize of tutorials return: they would be normalized a second time."""
+    module = load_script(script)
+    image = torch.rand(3, 32, 32)
+    if hasattr(module, "transforms"):  # its own keep the kind of numbers
+        image, _ = module.transforms(module.parse_args([]), True)(image, 0)
+    with pytest.raises(TypeError, match="uint8"):
+        module.normalize(image.unsqueeze(0))
+        pytest.fail(f"{script} normalizes floats a second time, or takes them as 0 and 1")
 
 
 def test_fashionmnist_flips_half_of_the_images_in_training_alone():
