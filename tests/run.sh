@@ -36,16 +36,21 @@ quick=(
     tests/test_checkpoints.py
     tests/test_environment_variables.py
     tests/test_gpu.py
-    tests/test_edits.py::test_gradients_that_are_not_exchanged_are_an_error
-    tests/test_edits.py::test_lower_epochs_than_done_are_an_error
     tests/test_kubernetes.py
     --deselect=tests/test_kubernetes.py::test_story
     tests/test_slurm.py::test_files_differ_only_in_name_script_and_launch
     tests/test_slurm.py::test_set_up_of_other_files_is_the_same
     tests/test_slurm.py::test_torchrun_waits_for_a_save_and_ends_before_the_time_limit
     tests/test_slurm.py::test_a_node_without_the_python_of_the_environment_ends_the_job
+    tests/test_check_copy.py::test_a_script_as_it_is_passes
+    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-sets drawn alike]'
+    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a mean]'
+    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-model.module]'
+    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a counter]'
+    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a random evaluation]'
+    "tests/test_check_copy.py::test_a_wrong_edit_is_noticed[cifar10_ddp-numpy's split]"
     tests/test_own_data.py::test_the_first_weights_do_not_depend_on_what_load_data_draws
-    tests/test_own_data.py::test_an_optimizer_may_have_the_weights_of_a_second_model_in_saved
+    tests/test_own_data.py::test_gradients_that_are_not_exchanged_are_an_error
     tests/test_loader.py::test_by_default_a_process_has_a_loader_process_for_each_of_its_cores
     tests/test_containers.py::test_one_official_image_is_imported_and_is_what_a_job_starts
     tests/test_own_images.py::test_a_large_photograph_is_decoded_at_a_size_that_is_enough
