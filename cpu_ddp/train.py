@@ -266,9 +266,9 @@ def check_weights(saved):
         of_this = [other[name] for other in of_ranks if name in other]
         rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
         if max(of_this) - min(of_this) > rounding:
-            sys.exit(f"error: {name} differs between the ranks: call model(...), no method of it; "
-                     "each model needs its DDP; set requires_grad in build_model; update averages "
-                     "of the weights on all ranks")
+            sys.exit(f"error: {name} differs between the ranks: call ddp_model(...), and in the "
+                     "loss model(...), no method of it; each model needs its DDP; set requires_grad "
+                     "in build_model; update averages of the weights on all ranks")
 
 
 def different(settings, others):
