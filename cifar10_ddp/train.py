@@ -561,8 +561,8 @@ def check_weights(saved):
         rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
         if max(of_this) - min(of_this) > rounding:
             sys.exit(f"error: {name} differs between the ranks: call ddp_model(...), and in the "
-                     "loss model(...), no method of it; each model needs its DDP; set requires_grad "
-                     "in build_model; update averages of the weights on all ranks")
+                     "loss model(...), no method of it; each model needs its DDP; set "
+                     "requires_grad in build_model; update averages on all ranks")
 
 
 def different(settings, others):

@@ -5,7 +5,8 @@
 
 It trains my.py for two epochs on a few of its own samples: on one process, on two, and on one that
 is stopped and resumed. Then it compares data, gradients, weights and test results, and says what
-differs. Start it in the folder in which my.py finds its data. It writes temporary files only.
+differs. Start it in the folder in which my.py finds its data. What my.py saves by PyTorch goes to
+temporary files.
 
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
@@ -122,7 +123,7 @@ def train(module, functions, folder, wait, job):
         batches.clear()
         if job.end == "first step":
             raise FirstStep
-        if job.end == "signal" and len(seen["steps"]) == 1:
+        if job.end == "signal" and len(seen["steps"]) == 4:  # in the second epoch
             os.kill(os.getpid(), signal.SIGTERM)
 
     def aside(path, reading=False):
@@ -384,7 +385,8 @@ def compare(folder, path, flags):
     if not check_data(seen):
         skip("the rest", "it would differ, too")
         return 1
-    check("two processes train to the end", bool(two), f"they do not{problem_of_two}")
+    check("two processes train to the end", bool(two), "they do not. All ranks make the same "
+          f"calls: is one below `if rank == 0`?{problem_of_two}")
     of_a_batch = check_evaluation(seen, bool(two) and check_weights(*two["two"]))
     check_training(seen, of_a_batch)
     check_resume(seen, problem, problem_of_more, os.path.exists(f"{folder}/stopped.pt"))
@@ -419,8 +421,8 @@ def check_weights(first, second):
     different = [name for name, value in first["weights"].items()
                  if second["weights"].get(name) != value]
     return check("all processes have the same weights at the end", not different,
-                 f"not {some(different)}: call model(...), no method of it; each model needs its "
-                 "DDP; set requires_grad in build_model")
+                 f"not {some(different)}: call ddp_model(...), and in the loss model(...), no "
+                 "method of it; each model needs its DDP; set requires_grad in build_model")
 
 
 def check_evaluation(seen, compare_two):
@@ -491,9 +493,9 @@ def check_training(seen, of_a_batch):
         least = 1e-4 * math.hypot(*norms[0].values()) / math.sqrt(len(norms[0]))  # or rounding
         different = [name for name, value in norms[0].items()
                      if abs(value - others[0].get(name, math.inf)) > 1e-3 * max(value, least)]
-        check(promise, not different, f"not {some(different)}: call model(...), no method of it; "
-              "keep loss * (world_size / global_batch); use random numbers of torch, in "
-              "build_model, too; keep no state in globals")
+        check(promise, not different, f"not {some(different)}: call ddp_model(...), and in the "
+              "loss model(...), no method of it; keep loss * (world_size / global_batch); use "
+              "random numbers of torch, in build_model, too; keep no state in globals")
 
 
 def check_resume(seen, problem, problem_of_more, has_saved):
