@@ -195,9 +195,8 @@ def train(args):
     train_set, test_set = load_data(args)
     images, classes = len(train_set), list(train_set.classes)
     if classes != list(test_set.classes):
-        differing = sorted(set(classes) ^ set(test_set.classes))
-        sys.exit("error: training and test set need the same classes in the same order. In one of "
-                 f"them only: {differing!s:.300}")
+        unlike = set(classes) ^ set(test_set.classes) or classes  # or in another order
+        sys.exit(f"error: training and test set need the same classes, unlike {unlike}")
     global_batch = choose_global_batch(args, checkpoint, images, world_size)
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
