@@ -9,8 +9,8 @@
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
-To train something else, edit the functions above train(). Then tests/check_copy.py says whether your
-copy trains alike on one and two processes, and after a stop.
+To train something else, edit the functions above train(). Then tests/check_copy.py says whether
+your copy trains alike on one and two processes, and after a stop.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
