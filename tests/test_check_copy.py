@@ -191,8 +191,6 @@ def load_data(args):
         "a mean in evaluation":
             (TESTS, in_loss("if not model.training:\n    loss = loss / len(labels)")),
         "a mean of the metric": (SUMS, in_loss("correct = correct / len(labels)")),
-        "a mean of the metric in evaluation":
-            (TESTS, in_loss("if not model.training:\n    correct = correct / len(labels)")),
         "model.module": (GRADIENTS, NO_GUARD, ("", SMALL.replace(
             "= model(images)", "= getattr(model, 'module', model)(images)"))),
         "requires_grad after DDP": (RANKS, NO_GUARD, model("model.body.requires_grad_(False)"),
@@ -210,10 +208,6 @@ def build_optimizer(args, model):
             critic_optimizer.zero_grad()
             critic(x[indices].flatten(1) / 255).square().mean().backward()
             critic_optimizer.step()""")),
-        "an optimizer that is saved, but not restored": (
-            RESUMES, ('after "step = restore("', """
-            saved["second"] = second = torch.optim.Adam(model.parameters(), lr=1e-3)"""),
-            (STEP, "second.step()")),
         "a scheduler that is not saved": (RESUMES, (SAVED, """
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps + 1)"""),
             ('instead of "for group, peak_rate in"', "pass"), (STEP, "scheduler.step()")),
@@ -224,10 +218,6 @@ def build_optimizer(args, model):
             test_loss, test_accuracy = evaluate(average.module, zip(test_x, test_y), device)""")),
         "a counter":
             (RESUMES, in_loss("COUNT.append(1)\nloss = loss / len(COUNT)", "COUNT = []\n")),
-        "an own generator": (RESUMES, in_loss("loss = loss * torch.rand((), generator=GENERATOR)",
-                                              "GENERATOR = torch.Generator().manual_seed(0)\n")),
-        "numpy in the loss": (RESUMES, in_loss("loss = loss * numpy.random.rand()",
-                                               "import numpy\n")),
         "numpy in build_model":
             (GRADIENTS, model("model.body.weight.data.mul_(numpy.random.rand())")),
         "a gradient of the step before": (RESUMES, ('instead of "optimizer.zero_grad()"', "pass")),

@@ -19,7 +19,7 @@ from copies import make_copy
 from forked import train_to_end, train_until, watch
 from image_folder import write_images
 from launchers import clean_environment
-from recorder import FewPixels, record_small_model, use_small_model
+from recorder import FewPixels, change_sets, record_small_model, use_small_model
 from scripts import ROOT, SCRIPTS, load_script
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
@@ -222,21 +222,10 @@ def test_the_validation_set_has_no_training_images():
         f"of 1,200 images, it trains on {len(trained)} and validates with {len(validated)}")
 
 
-def replace_labels(module, labels):
-    """Let the generated training images have these labels."""
-    fake_images = module.fake_images
-
-    def other_labels(*arguments):
-        (images, _), test_set = fake_images(*arguments)
-        return (images, labels), test_set
-
-    module.fake_images = other_labels
-
-
 def test_weighted_sampling_draws_each_class_as_often():
     """Of 96 samples, 12 are of class 1, the others of class 0."""
     def setup(module, rank):
-        replace_labels(module, (torch.arange(96) % 8 == 0).long())
+        change_sets(module, lambda data, _: (data[0], (torch.arange(len(data[0])) % 8 == 0).long()))
         return record_small_model(module, rank)
 
     copy_with("fashionmnist_ddp", "weighted sampling")
