@@ -136,18 +136,18 @@ def wait_until_gone(job, what):
         time.sleep(0.05)
 
 
-def start(script, *flags, launcher="python", nproc=1, options=(), cwd=None, env=None):
+def start(script, *flags, launcher="python", nproc=1, cwd=None, env=None):
     """Start a script (a name of SCRIPTS, or a path). Return the Job, for a `with` statement.
 
-    launcher: "python", "spawn" (python with --nproc), "torchrun" (with options) or "srun" (nproc
-    processes with the variables of a Slurm step).
+    launcher: "python", "spawn" (python with --nproc), "torchrun" or "srun" (nproc processes
+    with the variables of a Slurm step).
     """
     command = [sys.executable, script_path(script)]
     env = clean_environment(**(env or {}))
     port = free_port()
     if launcher == "torchrun":
-        options = options or ("--master-addr=127.0.0.1", f"--master-port={port}")
-        command[1:1] = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}", *options]
+        command[1:1] = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc}",
+                        "--master-addr=127.0.0.1", f"--master-port={port}"]
     elif launcher == "spawn":
         command += ["--nproc", nproc]
     elif launcher == "srun":

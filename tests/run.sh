@@ -30,7 +30,6 @@ quick=(
     tests/test_real_data.py::test_generated_test_samples_are_no_training_samples
     tests/test_repository.py
     tests/test_batches.py
-    --deselect=tests/test_batches.py::test_resumed_on_fewer_processes
     tests/test_recipes.py
     tests/test_log_lines.py
     tests/test_checkpoints.py
@@ -44,7 +43,7 @@ quick=(
     tests/test_slurm.py::test_a_node_without_the_python_of_the_environment_ends_the_job
     tests/test_check_copy.py::test_a_script_as_it_is_passes
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-sets drawn alike]'
-    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a mean]'
+    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a mean in training]'
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-model.module]'
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a counter]'
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a random evaluation]'

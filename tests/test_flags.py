@@ -91,7 +91,7 @@ MISTAKES = {  # script, flags, what the error line names; {folder} is empty
     "no folder for checkpoints": ("cpu_ddp", "--checkpoint {folder}/absent/run", "absent/run"),
     "more processes than samples": ("cpu_ddp", "--samples 2", "fewer", 3),
     "samples that fill no step": ("synthetic_ddp", "--samples 31", "--samples"),
-    "weights that diverge": ("cpu_ddp", "--epochs 1 --lr 1e18 --checkpoint {folder}/run", "--lr"),
+    "weights that diverge": ("cpu_ddp", "--lr 1e18 --checkpoint {folder}/run", "--lr", 2),
 }
 
 

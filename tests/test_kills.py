@@ -15,7 +15,6 @@ from collections import Counter
 
 import pytest
 from checkpoints import assert_equal, difference, load_checkpoint
-from copies import make_copy
 from forked import train_to_end
 from launchers import start, wait_until_gone
 
@@ -118,23 +117,3 @@ def test_workers_of_a_killed_torchrun_save_and_end(tmp_path):
         text = job.text
     assert "stopped by a signal" in text, f"workers of a killed torchrun must stop\n{text}"
     assert (tmp_path / "run.pt").exists(), f"workers of a killed torchrun must save\n{text}"
-
-
-def test_torchrun_restarts_a_run_whose_worker_was_killed(tmp_path):
-    copy = tmp_path / "train.py"
-    flags = ("--epochs", 2, "--save-every", 0, "--log-every", 0, "--checkpoint")
-    make_copy("cpu_ddp", copy, ('after "step += 1"', "time.sleep(0.2)"))
-    with start(copy, *flags, tmp_path / "run.pt", launcher="torchrun",
-               options=("--standalone", "--nproc-per-node=2", "--max-restarts=3"),
-               env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}) as job:  # as the README says
-        job.wait_for("step 6/")
-        make_copy("cpu_ddp", copy)  # restarted workers do not sleep
-        os.kill(max(job.workers()), signal.SIGKILL)
-        status, text = job.result()
-    assert status == 0, f"torchrun --max-restarts=3 with a killed worker: status {status}\n{text}"
-    starts = [int(step) for step in re.findall(r"steps (\d+) to \d+$", text, re.MULTILINE)]
-    assert len(starts) == 2, f"torchrun must start the workers twice, not {starts}\n{text}"
-    assert starts[1] >= 5, (
-        f"killed after step 6, with each step saved, workers resume at step {starts[1]}\n{text}")
-    train_to_end("cpu_ddp", *flags, tmp_path / "undisturbed.pt", nproc=2)
-    assert_equal(tmp_path / "run.pt", tmp_path / "undisturbed.pt")

@@ -151,14 +151,6 @@ def test_numbers_that_the_page_explains_are_those_of_the_manifests():
             f"{name} is {found} in the manifests, {explained.get(name)} on the page")
 
 
-def test_the_pod_for_files_sleeps_for_a_day_and_ends():
-    """As it says itself: copies of large data sets take hours."""
-    text = text_of("files")
-    (seconds,) = values(r'command: \[sleep, "(\d+)"\]', text)
-    assert seconds == 24 * 60 * 60, f"the pod for files ends after {seconds / 3600:.3g} hours"
-    assert "restartPolicy: Never" in text, "the pod for files starts again when it has ended"
-
-
 @pytest.mark.parametrize("manifest", ["job", "pytorchjob", "trainjob", "files"])
 def test_image_and_volume_are_those_that_are_exported(manifest):
     text = render(manifest, IMAGE_URI="my-image", CLAIM_NAME="my-claim").stdout
@@ -446,16 +438,6 @@ def job_with_a_claim(cluster):
     cluster.wait_completed(pods)
 
 
-def pytorchjob_goes_on_without_a_lost_pod(cluster):
-    pods = cluster.apply(documents_of("pytorchjob", BRIEFLY, ARGS=DISTURBED))
-    next_start(cluster, pods[:1])
-    pods[1].stop("TERM")
-    pods[1].start()
-    next_start(cluster, pods[:1])
-    pods[1].stop("KILL")
-    assert_goes_on(cluster, pods[0])
-
-
 def with_etcd_any_pod_may_be_lost(cluster):
     cluster.apply(documents_of("etcd.yaml"))
     pods = cluster.apply(documents_of("pytorchjob", BRIEFLY, ARGS=DISTURBED, **ETCD))
@@ -496,8 +478,8 @@ def trainjob_trains(cluster):
 
 
 STORIES = {function.__name__: function for function in (
-    job_without_a_claim, pytorchjob_goes_on_without_a_lost_pod, job_with_a_claim,
-    with_etcd_any_pod_may_be_lost, trainjob_trains, files_are_copied_through_a_pod)}
+    job_without_a_claim, job_with_a_claim, with_etcd_any_pod_may_be_lost,
+    trainjob_trains, files_are_copied_through_a_pod)}
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,9 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
-from forked import fork
 from scripts import ROOT, load_script
-from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
-CPU = torch.device("cpu")
 NAMES = ["resnet18", "resnet50", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5",
          "efficientnet_b0", "convnext_tiny", "maxvit_t", "swin_v2_t", "swin_v2_b",
          "vit_b_16", "densenet121", "mobilenet_v3_small", "vgg11", "alexnet"]
@@ -53,29 +49,3 @@ def test_resnet18_has_torchvisions_first_layer_but_for_small_images(flags, same)
     shapes = [model.conv1.weight.shape for model in (
         module.build_model(module.parse_args(flags), 10), models.resnet18())]
     assert (shapes[0] == shapes[1]) == same, f"{flags}: the first layer is of {shapes[0]}"
-
-
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "efficientnet_b0",
-                                  "convnext_tiny", "swin_v2_t", "vit_b_16"])
-def test_a_step_gives_all_ranks_the_same_gradients(name):
-    module = load_script("cifar10_ddp")
-    size = {"resnet18": 32, "vit_b_16": 224}.get(name, 96)
-    default = 32 if name == "resnet18" else 224
-    found = module.parse_args(["--model", name]).image_size
-    assert found == default, f"{name}: images of {found} pixels by default, not {default}"
-    args = module.parse_args(["--model", name, "--image-size", str(size)])
-    torch.manual_seed(0)
-    model = module.build_model(args, 10)
-
-    def step(rank):
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)  # others on each rank
-        images = torch.stack([module.transforms(args, True)(image, 0)[0] for image in images])
-        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        module.loss_and_correct(ddp_model, images, torch.tensor([3, rank]))[0].backward()
-        return [None if parameter.grad is None else parameter.grad.double().sum().item()
-                for parameter in model.parameters()]
-
-    first, second = fork(2, step)
-    assert None not in first, "a parameter has no gradient: DDP waits for it in the next step"
-    assert first == second, "the gradients of the two ranks differ"

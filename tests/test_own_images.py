@@ -132,14 +132,6 @@ def test_an_opaque_picture_with_an_alpha_channel_keeps_its_colors(script, tmp_pa
     assert found == 0, f"an opaque picture in RGBA differs by {found} levels from that in RGB"
 
 
-def test_of_a_tiff_the_first_page_is_read(script, tmp_path):
-    pages = [gradient(), gradient().resize((16, 16))]
-    path = tmp_path / "image.tif"
-    pages[0].save(path, save_all=True, append_images=pages[1:])
-    found = difference(path, pages[0], script)
-    assert found == 0, f"the first page of two differs by {found} levels"
-
-
 def test_a_photograph_with_damaged_exif_data_is_read(script, tmp_path):
     """Upright, as viewers show it. A tag that has to be a number is a text."""
     tags = struct.pack("<HHI4s", 0x0100, 2, 4, b"abc") + struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)

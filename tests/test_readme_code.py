@@ -19,7 +19,7 @@ from copies import make_copy
 from forked import train_to_end, train_until, watch
 from image_folder import write_images
 from launchers import clean_environment
-from recorder import FewPixels, Recorder, record_small_model, use_small_model
+from recorder import FewPixels, change_sets, record_small_model, use_small_model
 from scripts import ROOT, SCRIPTS, load_script
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
@@ -222,21 +222,10 @@ def test_the_validation_set_has_no_training_images():
         f"of 1,200 images, it trains on {len(trained)} and validates with {len(validated)}")
 
 
-def replace_labels(module, labels):
-    """Let the generated training images have these labels."""
-    fake_images = module.fake_images
-
-    def other_labels(*arguments):
-        (images, _), test_set = fake_images(*arguments)
-        return (images, labels), test_set
-
-    module.fake_images = other_labels
-
-
 def test_weighted_sampling_draws_each_class_as_often():
     """Of 96 samples, 12 are of class 1, the others of class 0."""
     def setup(module, rank):
-        replace_labels(module, (torch.arange(96) % 8 == 0).long())
+        change_sets(module, lambda data, _: (data[0], (torch.arange(len(data[0])) % 8 == 0).long()))
         return record_small_model(module, rank)
 
     copy_with("fashionmnist_ddp", "weighted sampling")
@@ -323,24 +312,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(script):
         f"all ranks must skip the second step alone, but make {end.results}\n{end.text}")
 
 
-@both_scripts
-def test_clipping_limits_the_norm_of_the_averaged_gradients(script):
-    """By the line of the text."""
-    def setup(module, rank):
-        use_small_model(module)
-        loss_and_correct = module.loss_and_correct
-        module.loss_and_correct = lambda *batch: tuple(
-            10 * total for total in loss_and_correct(*batch))
-        return Recorder(module, rank)
-
-    (line,) = re.findall(r"`(nn.utils.clip_grad_norm_[^`]*)`", (ROOT / MAKE_IT_YOURS).read_text())
-    make_copy(script, "my.py", (BEFORE_STEP, line))
-    ranks = train_to_end("my.py", *FLAGS, 1, *SCRIPTS[script].no_children, nproc=2,
-                         setup=setup).results
-    norms = [gradient.norm().item() for recorder in ranks for gradient in recorder.gradients]
-    assert max(norms) == pytest.approx(1.0, abs=0.01), f"clipped to 1.0, gradients are of {norms}"
-
-
 class Layers(nn.Module):
     """A small model whose last layer has the name of that of a ResNet, or of the CNN."""
 
@@ -370,8 +341,9 @@ def test_the_last_layer_trains_alone_in_the_first_epochs(script, channels, last,
              for weight in group["params"] if weight.grad is not None]).norm().item()))
         return states, norms
 
-    flags = copy_with(script, "last layer first", change=lambda code: (
-        f"{code}nn.utils.clip_grad_norm_(model.parameters(), 0.01)"))
+    (line,) = re.findall(r"`(nn.utils.clip_grad_norm_[^`]*)`", (ROOT / MAKE_IT_YOURS).read_text())
+    flags = copy_with(script, "last layer first",
+                      change=lambda code: code + line.replace("1.0", "0.01"))
     if script == "cifar10_ddp":
         Path("my.py").write_text(Path("my.py").read_text().replace("fused=True", "fused=False"))
     flags = (*FLAGS, 3, "--global-batch", 16, *flags)
@@ -404,9 +376,8 @@ class Scores:
     A setup for train_forked(), with the small model.
     """
 
-    def __init__(self, accuracies, steps_per_epoch=6):
+    def __init__(self, accuracies):
         self.accuracies = torch.tensor(accuracies).numpy()
-        self.steps_per_epoch = steps_per_epoch
 
     def __call__(self, module, rank):
         use_small_model(module)
@@ -416,7 +387,7 @@ class Scores:
         def evaluate(model, *_):
             states.append({name: value.clone() for name, value in model.state_dict().items()})
             norm = sum(parameter.double().norm().item() for parameter in model.parameters())
-            return norm, self.accuracies[steps[-1] // self.steps_per_epoch]
+            return norm, self.accuracies[steps[-1] // 6]
 
         watch(module, "learning_rate", lambda step, total_steps: steps.append(step))
         module.evaluate = evaluate
@@ -460,51 +431,6 @@ def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script, sign)
                         setup=setup).text
     epochs = len(re.findall("test loss", text))
     assert epochs == 7, f"after five epochs that are not better, it must stop, not in {epochs}"
-
-
-@both_scripts
-def test_the_average_is_that_of_the_weights_after_each_step(script, tmp_path):
-    def setup(module, rank):
-        use_small_model(module)
-        weights = []
-        watch(torch.optim.swa_utils.AveragedModel, "update_parameters", lambda ema, model:
-              weights.append(model.linear.weight.detach().double().clone()))
-        return weights
-
-    flags = copy_with(script, "average")
-    flags = (*FLAGS, 1, "--lr", 1, *flags, "--checkpoint", tmp_path / "run.pt")
-    weights = train_to_end("my.py", *flags, nproc=2, setup=setup).results[0]
-    expected = weights[0]
-    for after_step in weights[1:]:
-        expected = 0.999 * expected + 0.001 * after_step
-    average = load_checkpoint(tmp_path / "run.pt")["ema"]["module.linear.weight"]
-    assert len(weights) == 6, f"the average is updated {len(weights)} times in 6 steps"
-    assert torch.allclose(average.double(), expected, atol=1e-6), "the average is another one"
-
-
-@both_scripts
-def test_what_the_blocks_save_survives_a_stop(script, tmp_path, monkeypatch):
-    """All in one copy, tested by the average. Stopped in the fourth of nine epochs of 6 steps."""
-    flags = copy_with(script, "best weights", "early stop", "average")
-    text, count = re.subn(r"= evaluate\(\s*model\b", "= evaluate(ema.module",
-                          Path("my.py").read_text())
-    assert count == 1, f"to test the average, {count} calls of evaluate are edited, not one"
-    Path("my.py").write_text(text)
-    flags = (*FLAGS, 9, "--global-batch", 16, "--lr", 0.5, *flags, "--checkpoint")
-    setup = Scores([0.5, 0.9, 0.7, 0.8, 0.6, 0.7, 0.6, 1.0, 1.0])
-    lines = {}
-    for name in ("whole", "resumed"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        if name == "resumed":
-            train_until("../my.py", *flags, "run.pt", nproc=2, after=20, setup=setup)
-        text = train_to_end("../my.py", *flags, "run.pt", nproc=2, setup=setup).text
-        lines[name] = re.findall(r"^epoch (\d/\d  test loss [-\d.]+  accuracy [\d.]+)", text,
-                                 re.MULTILINE)
-    assert lines["resumed"] == lines["whole"][3:], (
-        f"after a resume in epoch 4, other test lines:\n{lines['resumed']}\n{lines['whole']}")
-    for name in ("run.pt", "run.pt.best"):
-        assert_equal(tmp_path / "whole" / name, tmp_path / "resumed" / name, name)
 
 
 @pytest.mark.parametrize("script, names", [
@@ -625,7 +551,7 @@ def test_an_own_data_set_trains_as_the_folder_of_its_images(tmp_path):
     assert_equal(dict(own), dict(expected), "model")
 
 
-def test_shards_train_as_data_in_memory(tmp_path):
+def test_shards_have_the_samples_that_were_written():
     """Files of 40 samples: 96 to train on, 24 to test on."""
     ((_, code),) = edits(CIFAR10, "write shards")
     Path("shards").mkdir()
@@ -637,16 +563,12 @@ def test_shards_train_as_data_in_memory(tmp_path):
     assert len(sizes) == 3 and sizes[2] < 0.6 * sizes[0], (
         f"files of 40, 40 and 16 samples must hold these alone, but have {sizes} bytes")
 
-    flags = ("--batch-size", 8, "--epochs", 2, "--workers", 2, "--checkpoint")
-    expected = train_to_end("cifar10_ddp", "--fake-data", 96, *flags, tmp_path / "memory", nproc=2,
-                            setup=use_small_model).text
     make_copy("cifar10_ddp", "my.py", ("", "import glob"), *edits(CIFAR10, "shards"))
-    text = train_to_end("my.py", *flags, tmp_path / "shards.pt", nproc=2,
-                        setup=use_small_model).text
-    assert re.findall(TEST_LINE, text) == re.findall(TEST_LINE, expected), (
-        f"tested on the same images, other results:\n{text}\n{expected}")
-    own, expected = (load_checkpoint(tmp_path / name)["model"] for name in ("shards.pt", "memory"))
-    assert_equal(dict(own), dict(expected), "model")
+    found = load_script("my.py").load_data(None)
+    for data, (images, labels) in zip(found, sets, strict=True):
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            assert_equal(list(data[number]), [image, label], f"sample {number} of the shards")
+        assert len(data) == len(images), f"the shards have {len(data)} of {len(images)} samples"
 
 
 MEANS = """

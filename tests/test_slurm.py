@@ -613,21 +613,3 @@ def test_two_terminals_train_together(lab):
     shown = (lab.folder / "master.log").read_text()
     assert "world size 2" in shown, f"two terminals are not one run:\n{shown}"
     assert "epoch 4/4" in shown, f"two terminals have not trained to the end:\n{shown}"
-
-
-TRAIN = f".venv/bin/python cpu_ddp/train.py {LINEAR}"
-
-
-@pytest.mark.parametrize("allocation, command, processes", [
-    ("salloc --nodes=2 --ntasks-per-node=2", f"srun {TRAIN}", 4),
-    # bash ends at once in the task that has no terminal
-    ("srun --ntasks=2 --pty ./shell", f"[[ ! -t 0 ]] || {TRAIN}", 1),
-    ("srun --ntasks=2 --pty ./shell", f"[[ ! -t 0 ]] || srun --overlap {TRAIN}", 2),
-])
-def test_python_in_a_terminal_is_one_run(lab, allocation, command, processes):
-    """The command is the shell of an allocation."""
-    write_program(lab.folder / "shell", command)
-    allocation = shlex.quote(f"SHELL=./shell {allocation}")
-    shown = lab.sh(f"script --quiet --command {allocation} /dev/null", timeout=200, env=LEFT)
-    sizes = re.findall(r"world size (\d+)", shown)
-    assert sizes == [str(processes)], f"not one run of {processes} processes:\n{shown}"

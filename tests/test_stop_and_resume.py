@@ -193,19 +193,6 @@ def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script
 
 
 # --- killed, and finished ---
-@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
-def test_a_run_killed_and_stopped_in_one_epoch_is_resumed_bit_for_bit(script, undisturbed,
-                                                                      tmp_path):
-    """And stopped again in it: each life is resumed by the next one."""
-    path = tmp_path / "run.pt"
-    train_two(script, path, "--save-every", 0,
-              disturb=lambda module, rank: rank == 1 and signal_after(8, signal.SIGKILL))
-    step = load_checkpoint(path)["step"]
-    assert step in (7, 8), f"{script}, which saves each step, is killed after 8: {step} is saved"
-    for _ in range(2):
-        life = train_two(script, path, disturb=lambda *_: signal_after(1))
-        assert_stopped(life, path, f"{script}, resumed in an epoch, stopped in it again", 2)
-    assert_resumes(script, path, undisturbed, f"{script} killed after step 8, and stopped twice")
 
 
 @pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
