@@ -158,7 +158,7 @@ def transforms(args, train_set):
         steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
     else:
         steps = [shift_and_flip if train_set else v2.ToImage()]
-        if size != 32:  # that of CIFAR-10
+        if size != 32 or not train_set:  # CIFAR-10 has 32; a photograph, to use the weights, not
             steps.append(v2.Resize(size))
     return v2.Compose(steps)
 

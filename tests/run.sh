@@ -30,6 +30,7 @@ quick=(
     tests/test_real_data.py::test_generated_test_samples_are_no_training_samples
     tests/test_repository.py
     tests/test_batches.py
+    --deselect=tests/test_batches.py::test_resumed_on_fewer_processes
     tests/test_recipes.py
     tests/test_log_lines.py
     tests/test_checkpoints.py

@@ -124,14 +124,6 @@ def test_digest_of_large_labels_takes_little_memory(labels):
     assert megabytes < 50, f"the digest of {tuple(labels.shape)} labels takes {megabytes:.0f} MB"
 
 
-@pytest.mark.parametrize("count", [7, 1000, 60000, 10**6 - 1])
-def test_digest_of_a_million_classes_is_that_of_earlier_versions(count):
-    """Their checkpoints have it."""
-    labels = torch.arange(count) % 10
-    earlier = hash(tuple(labels[::1 + count // 1000].tolist()))
-    assert load_script("fashionmnist_ddp").digest(labels) == earlier, f"{count} labels: another"
-
-
 LABELS = {  # of 4 samples
     "floats": torch.tensor([0.1, 0.2, 0.3, 0.9]),
     "bfloat16": torch.tensor([0.1, 0.2, 0.3, 0.9], dtype=torch.bfloat16),

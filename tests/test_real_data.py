@@ -6,19 +6,22 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import socket
 import struct
 import tarfile
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from forked import train_to_end, watch
-from recorder import record_small_model
+from recorder import change_sets, record_small_model
 from scripts import SCRIPTS, load_script
 from torchvision import datasets
 
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 DATA_SETS = {"mnist_dp": "MNIST", "cifar10_ddp": "CIFAR10", "fashionmnist_ddp": "FashionMNIST"}
 
 
@@ -134,3 +137,22 @@ def test_generated_test_samples_are_no_training_samples(script):
     args.seed = 1
     other = next(zip(*[getattr(data, "tensors", data) for data in module.load_data(args)][0]))
     assert other[0].flatten().tolist() not in train, f"{script}: --seed 1 generates --seed 0's data"
+
+
+def test_fashion_mnist_is_learned(tmp_path):
+    """One epoch on the first 4,000 images."""
+    if not DEBIAN.exists():
+        pytest.skip("requires the real images: apt-get install dataset-fashion-mnist")
+    raw = tmp_path / "FashionMNIST/raw"
+    raw.mkdir(parents=True)
+    for archive in DEBIAN.glob("*.gz"):
+        (raw / archive.stem).write_bytes(gzip.decompress(archive.read_bytes()))
+
+    def first_images(module, rank):
+        change_sets(module, lambda data, train_set: [
+            tensor[:4000 if train_set else 1000] for tensor in data])
+
+    text = train_to_end("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1,
+                        "--batch-size", 16, nproc=2, setup=first_images).text
+    accuracy = float(re.search(r"test loss [\d.]+  accuracy ([\d.]+)", text)[1])
+    assert accuracy > 0.7, f"real images are not learned:\n{text}"
