@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT-0
-# Run the quick tests: about 2 minutes on 2 cores. Every script trains for one epoch on the CPU and
+# Run the quick tests: about 3 minutes on 2 cores. Every script trains for one epoch on the CPU and
 # learns; shared functions are equal; each sample is used once; what is printed is true; mistakes
 # and other runs' checkpoints are refused; a stopped run resumes exactly. Where there are GPUs, it
 # trains on them.
 #
-# With --all, run all tests: 14 minutes in .ci/run. Also kills, launchers, a Slurm of several nodes,
+# With --all, run all tests: 16 minutes in .ci/run. Also kills, launchers, a Slurm of several nodes,
 # images, pods, setting up. The end of the output lists what this machine cannot run, with the
 # command that enables it.
 #
