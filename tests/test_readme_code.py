@@ -1,5 +1,6 @@
 """Code of the pages does what they say, in the scripts where people put it."""
 
+import argparse
 import functools
 import os
 import re
@@ -506,6 +507,20 @@ def test_predictions_are_in_the_order_of_the_test_set(script):
         expected = float(re.findall(TEST_LINE, text)[-1][1])
         assert right.double().mean().item() == pytest.approx(expected, abs=1e-4), (
             f"by the file's order, other predictions are right on {nproc} processes\n{text}")
+
+
+def test_tensorboard_gets_the_accuracies_that_rank_0_logs(monkeypatch):
+    """A stand-in for the package tensorboard: its SummaryWriter prints."""
+    def add_scalar(name, value, number):
+        print(f"epoch {number}: {name} {value:.4f}")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", argparse.Namespace(
+        SummaryWriter=lambda folder: argparse.Namespace(add_scalar=add_scalar)))
+    copy_with("fashionmnist_ddp", "TensorBoard")
+    text = train_to_end("my.py", *FLAGS, 2, nproc=2, setup=use_small_model).text
+    written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
+    assert written == re.findall(TEST_LINE, text), (
+        f"TensorBoard gets other values than those of the test lines:\n{text}")
 
 
 # ---- cifar10_ddp/README.md ----
