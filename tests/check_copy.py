@@ -220,7 +220,7 @@ def read(data, count):
     found = []
     for index in range(0, size(data), max(1, size(data) // count)):
         random.seed(0)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         sample = [part[index] for part in data] if are_tensors(data) else data[index]
