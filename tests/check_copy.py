@@ -70,7 +70,7 @@ def train(module, functions, folder, wait, job):
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
     losses, batches = [], []  # of which the next step is made
-    sets, saved, evaluating = [], {}, []
+    sets, saved, trained, evaluating = [], {}, {}, []
 
     def sign_of_life():
         if wait:  # for so many seconds, then print the line in which each thread is, and end
@@ -111,11 +111,11 @@ def train(module, functions, folder, wait, job):
     def before_step(optimizer, *_):
         sign_of_life()
         names = {id(weight): name for name, weight in weights(saved.get("parts", {})).items()}
-        gradients = {names.get(id(weight), f"weight {number} (in no model of saved)"): weight.grad
-                     for group in optimizer.param_groups
-                     for number, weight in enumerate(group["params"]) if weight.grad is not None}
-        norms = {name: gradient.detach().to_dense().double().norm().item()
-                 for name, gradient in gradients.items()}
+        own = {names.get(id(weight), f"weight {number} (in no model of saved)"): weight
+               for group in optimizer.param_groups for number, weight in enumerate(group["params"])}
+        trained.update(own)
+        norms = {name: weight.grad.detach().to_dense().double().norm().item()
+                 for name, weight in own.items() if weight.grad is not None}
         rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         seen["steps"].append({"losses": losses.copy(), "batches": batches.copy(), "rates": rates,
                               "norms": norms})
@@ -162,8 +162,8 @@ def train(module, functions, folder, wait, job):
     parts = saved.get("parts", {})
     seen["end"] = {f"{name}{place}": value for name, part in parts.items()
                    for place, value in numbers(part.state_dict()).items()}
-    seen["weights"] = {name: digest(weight) for name, weight in weights(parts).items()
-                       if weight.requires_grad}
+    trained.update(weights(parts))
+    seen["weights"] = {name: digest(part) for name, part in trained.items() if part.requires_grad}
     if job.name in ("one", "two", "resumed"):
         # Now: the loader's processes would share a file that is opened before they start
         seen["sizes"] = [size(data) for data in sets]
@@ -511,7 +511,8 @@ def check_resume(seen, problem, problem_of_more, has_saved):
         check(promise, False, f"it does not end{problem_of_more}")
         return
     resumed = seen["resumed"][0]
-    different = [place for place, value in one["end"].items() if resumed["end"].get(place) != value]
+    before, after = ({**job["weights"], **job["end"]} for job in (one, resumed))
+    different = [place for place in before if before[place] != after.get(place)]
     steps = zip(one["steps"][len(one["steps"]) - len(resumed["steps"]):], resumed["steps"])
     first = [f"{name} of step {number} after the resume"
              for number, (before, after) in enumerate(steps, 1)

@@ -175,6 +175,12 @@ def load_data(args):
     train_set.classes = test_set.classes = list(names)
     return train_set, test_set
 """
+CRITIC = [(SAVED, """
+critic = nn.Linear(784, 1)
+critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)"""), (STEP, """
+critic_optimizer.zero_grad()
+critic(x[indices].flatten(1) / 255).square().mean().backward()
+critic_optimizer.step()""")]
 WRONG = {  # of copies with the small model
     "fashionmnist_ddp": {
         "sets drawn alike": (LEAK, above(DRAWN + """
@@ -201,13 +207,14 @@ SCALE = nn.Parameter(torch.ones(()))
 def build_optimizer(args, model):
     return torch.optim.Adam([*model.parameters(), SCALE], lr=3e-3)
 """)),
-        "a second model without DDP": (RANKS, NO_GUARD, (SAVED, """
-            critic = nn.Linear(784, 1)
-            critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)
-            saved.update(critic=critic, critic_optimizer=critic_optimizer)"""), (STEP, """
-            critic_optimizer.zero_grad()
-            critic(x[indices].flatten(1) / 255).square().mean().backward()
-            critic_optimizer.step()""")),
+        "a second model without DDP": (RANKS, NO_GUARD, *CRITIC, (SAVED, """
+            saved.update(critic=critic, critic_optimizer=critic_optimizer)""")),
+        "a second model in nothing": (RANKS, *CRITIC),
+        "a second model whose optimizer alone is saved":
+            (RESUMES, *CRITIC, (SAVED, "saved.update(critic_optimizer=critic_optimizer)")),
+        "an average that is put into saved too late": (RESUMES, (STEP, """
+            average.update_parameters(model)"""), ('after "step = restore("', """
+            saved["average"] = average = torch.optim.swa_utils.AveragedModel(model)""")),
         "a scheduler that is not saved": (RESUMES, (SAVED, """
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps + 1)"""),
             ('instead of "for group, peak_rate in"', "pass"), (STEP, "scheduler.step()")),
