@@ -207,7 +207,7 @@ SCALE = nn.Parameter(torch.ones(()))
 def build_optimizer(args, model):
     return torch.optim.Adam([*model.parameters(), SCALE], lr=3e-3)
 """)),
-        "a second model without DDP": (RANKS, NO_GUARD, *CRITIC, (SAVED, """
+        "a second model without DDP": (ENDS, *CRITIC, (SAVED, """
             saved.update(critic=critic, critic_optimizer=critic_optimizer)""")),
         "a second model in nothing": (RANKS, *CRITIC),
         "a second model whose optimizer alone is saved":
@@ -702,7 +702,7 @@ model = nn.Sequential(model, nn.BatchNorm1d(10).eval(), nn.Linear(10, 10), nn.Ba
         (STEP, "scheduler.step()\naverage.update_parameters(model)"),
         ('instead of "test_loss, test_accuracy = evaluate("', """
         test_loss, test_accuracy = evaluate(average.module, zip(test_x, test_y), device)""")),
-    "fewer samples than a batch, of a small table, drawn by weights": (
+    "fewer samples than a batch, of a small table": (
         "fashionmnist_ddp", NO_DOWNLOAD, above("""
 def build_model(args):
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -718,10 +718,7 @@ def loss_and_correct(model, inputs, labels, progress=1.0):
     logits = model(inputs)
     loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1 * progress)
     return loss, (logits.argmax(1) == labels).sum()
-"""), ('instead of "order = torch.randperm("', """
-        weights = 1 / y.bincount()[y].cpu()
-        order = torch.multinomial(weights, len(x), replacement=True, generator=shuffle)"""),
-        (LOSS, """
+"""), (LOSS, """
         loss, correct = loss_and_correct(ddp_model, x[indices], y[indices],
                                          progress=step / total_steps)""")),
     "an evaluation in every tenth epoch": (

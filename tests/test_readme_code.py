@@ -60,7 +60,7 @@ BLOCKS = {
         ("best weights", BEFORE_LAST_LINE),
         ("last test", AT_THE_END),
         ("early stop", AFTER_LAST_LINE),
-        ("weights of labels", None),
+        ("class weights", 'before "fake_images(args.fake_data"'),
         ("class weights", 'before "return CNN()"'),
         ("class weights", 'instead of "loss = F.cross_entropy("'),
         ("skipped steps", 'instead of "optimizer.step()"'),
@@ -79,10 +79,15 @@ BLOCKS = {
         ("weighted sampling", 'instead of "order = torch.randperm("'),
     ],
 }
-# Blocks of make-it-yours.md that are checked in other copies than that of all others
+# Blocks of make-it-yours.md that are not in the copy of all others
 ELSEWHERE = {"own tensors", "table", "validation set", "use the weights of tensors",
-             "use the weights of a table", "weights of labels", "class weights",
-             "last layer first", "weighted sampling"}
+             "use the weights of a table", "class weights", "last layer first",
+             "weighted sampling"}
+LABELS = 'before "weights = len(y)"', "y = fake_images(args.fake_data, (1, 1, 1), 0)[0][1]"
+PAGE = (ROOT / MAKE_IT_YOURS).read_text()
+CLIP = BEFORE_STEP, re.search("`(nn.utils.clip_grad_norm_[^`]*)`", PAGE)[1]
+SHORTER = ('after "  # samples that fill no batch are left out"',
+           re.search("`(steps_per_epoch = min[^`]*)`", PAGE)[1])
 both_scripts = pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
 one_and_two = pytest.mark.parametrize("nproc", [1, 2])
 # What the page says is another one in cifar10_ddp
@@ -140,13 +145,8 @@ def replace_all(text, words):
     return text
 
 
-def run_code(page, name):
-    """Run a block that is no edit, as at the top of the repository. Return what it prints."""
-    ((_, code),) = edits(page, name)
-    return run_lines(code)
-
-
 def run_lines(code):
+    """Run a block that is no edit, as at the top of the repository. Return what it prints."""
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                              env=clean_environment(PYTHONPATH=ROOT))
     assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
@@ -187,14 +187,8 @@ def test_blocks_of_the_loop_pass_the_check_together(script, monkeypatch):
 @both_scripts
 def test_blocks_about_classes_and_lines_of_the_text_pass_the_check_together(script):
     """Weights of classes, samples drawn by them, the last layer alone, clipping, shorter epochs."""
-    page = (ROOT / MAKE_IT_YOURS).read_text()
-    (clip,) = re.findall("`(nn.utils.clip_grad_norm_[^`]*)`", page)
-    (shorter,) = re.findall("`(steps_per_epoch = min[^`]*)`", page)
-    ((_, weights),) = edits(MAKE_IT_YOURS, "weights of labels")
-    copy_with(script, "class weights", "last layer first", "weighted sampling", more=[
-        ('before "fake_images(args.fake_data"', f"y = torch.arange(args.fake_data) % 10\n{weights}"),
-        ('before "optimizer.step()"', clip),
-        ('after "  # samples that fill no batch are left out"', shorter)])
+    copy_with(script, "class weights", "last layer first", "weighted sampling",
+              more=[LABELS, CLIP, SHORTER])
     if script == "cifar10_ddp":
         Path("my.py").write_text(replace_all(Path("my.py").read_text(), {
             "fused=True": "fused=False",
@@ -276,24 +270,16 @@ def test_with_class_weights_other_classes_are_not_taken_for_a_rare_one(script, n
     def setup(module, rank):
         module.CNN = FewPixels
         torchvision.models.get_model = lambda *_, **options: FewPixels()
-        fake_images, load_data = module.fake_images, module.load_data
-        sets = []
+        fake_images = module.fake_images
 
         def leave_few(*arguments):
             (images, labels), test_set = fake_images(*arguments)
             kept = (labels != 9) & ((labels != 0) | ((labels == 0).cumsum(0) == 1))
-            sets[:] = (images[kept], labels[kept]), test_set
-            return sets
+            return (images[kept], labels[kept]), test_set
 
-        def load_data_and_weights(args):
-            loaded = load_data(args)
-            exec(labels_code, {"args": args, "y": sets[0][1]})
-            return loaded
+        module.fake_images = leave_few
 
-        module.fake_images, module.load_data = leave_few, load_data_and_weights
-
-    ((_, labels_code),) = edits(MAKE_IT_YOURS, "weights of labels")
-    flags = copy_with(script, "class weights")
+    flags = copy_with(script, "class weights", more=[LABELS])
     rate = 0.3 if script == "cifar10_ddp" else 0.05
     if script == "cifar10_ddp":
         flags = (*flags, "--model", "squeezenet1_1", "--image-size", 32)
@@ -306,12 +292,8 @@ def test_with_class_weights_other_classes_are_not_taken_for_a_rare_one(script, n
 @both_scripts
 def test_shorter_epochs_are_trained_to_their_end_and_resumed(script, tmp_path):
     """By the line of the text, with 2 of 6 steps in each of 3 epochs. Stopped in the second."""
-    page = (ROOT / MAKE_IT_YOURS).read_text()
-    (shorter,) = re.findall("`(steps_per_epoch = min[^`]*)`", page)
-    text = (ROOT / script / "train.py").read_text()
-    (line,) = re.findall(r"^    steps_per_epoch = .*\n(?=    total_steps)", text, re.MULTILINE)
-    shorter = shorter.replace("100", "2")
-    Path("my.py").write_text(text.replace(line, f"{line}    {shorter}\n"))
+    place, line = SHORTER
+    make_copy(script, "my.py", (place, line.replace("100", "2")))
     flags = (*FLAGS, 3, "--global-batch", 16, *SCRIPTS[script].no_children, "--checkpoint")
     ranks = train_to_end("my.py", *flags, tmp_path / "whole", nproc=2, setup=record_small_model)
     rates = [rates[0] for rates in ranks.results[0].rates]
@@ -374,9 +356,8 @@ def test_the_last_layer_trains_alone_in_the_first_epochs(script, channels, last,
              for weight in group["params"] if weight.grad is not None]).norm().item()))
         return states, norms
 
-    (line,) = re.findall(r"`(nn.utils.clip_grad_norm_[^`]*)`", (ROOT / MAKE_IT_YOURS).read_text())
-    flags = copy_with(script, "last layer first",
-                      change=lambda code: code + line.replace("1.0", "0.01"))
+    place, line = CLIP
+    flags = copy_with(script, "last layer first", more=[(place, line.replace("1.0", "0.01"))])
     if script == "cifar10_ddp":
         Path("my.py").write_text(Path("my.py").read_text().replace("fused=True", "fused=False"))
     flags = (*FLAGS, 3, "--global-batch", 16, *flags)
@@ -526,27 +507,14 @@ def test_predictions_are_in_the_order_of_the_test_set(script):
             f"by the file's order, other predictions are right on {nproc} processes\n{text}")
 
 
-def test_tensorboard_gets_the_accuracies_that_rank_0_logs(monkeypatch):
-    """A stand-in for the package tensorboard: its SummaryWriter prints."""
-    def add_scalar(name, value, number):
-        print(f"epoch {number}: {name} {value:.4f}")
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", argparse.Namespace(
-        SummaryWriter=lambda folder: argparse.Namespace(add_scalar=add_scalar)))
-    copy_with("fashionmnist_ddp", "TensorBoard")
-    text = train_to_end("my.py", *FLAGS, 2, nproc=2, setup=use_small_model).text
-    written = re.findall(r"^epoch (\d): test accuracy ([\d.]+)$", text, re.MULTILINE)
-    assert written == re.findall(TEST_LINE, text), (
-        f"TensorBoard gets other values than those of the test lines:\n{text}")
-
-
 # ---- cifar10_ddp/README.md ----
 def test_all_damaged_images_are_printed():
     write_images(Path("DIR"), train=4, val=4)
     damaged = ["DIR/train/cat/0.png", "DIR/train/dog/1.jpg", "DIR/val/dog/1.jpg"]
     for path in damaged:
         Path(path).write_bytes(Path(path).read_bytes()[:200])
-    text = run_code(CIFAR10, "damaged images")
+    ((_, code),) = edits(CIFAR10, "damaged images")
+    text = run_lines(code)
     found = sorted(re.findall(r"cannot read the image (DIR/\S+): ", text))
     assert found == damaged, f"damaged are {damaged}, but the page's code prints\n{text}"
 
