@@ -52,8 +52,10 @@ def process(path, folder, rank, wait, jobs, flags):
     sys.modules[spec.name] = module  # to pickle its functions and classes
     spec.loader.exec_module(module)
     functions = {**vars(module), "torch.save": torch.save, "torch.load": torch.load}
+    steps = 0  # of the job before
     for job in jobs:
-        seen = train(module, functions, folder, wait, Job(*job))
+        seen = train(module, functions, folder, wait, Job(*job), steps)
+        steps = len(seen["steps"])
         pathlib.Path(f"{folder}/{job[0]}-{rank}.json").write_text(json.dumps(seen))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for child in torch.multiprocessing.active_children():
@@ -65,11 +67,11 @@ class FirstStep(BaseException):
     """Ends a training before its first step."""
 
 
-def train(module, functions, folder, wait, job):
+def train(module, functions, folder, wait, job, steps):
     """Call the copy's train(). Return what was seen in it, as numbers and text."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
-    losses, batches = [], []  # of which the next step is made
+    calls = []  # of the loss, of which the next step is made: results and batches
     sets, saved, trained, evaluating = [], {}, {}, []
 
     def sign_of_life():
@@ -94,8 +96,7 @@ def train(module, functions, folder, wait, job):
         if evaluating:
             seen["draws"] |= random_numbers() != before
         elif torch.is_grad_enabled():
-            losses.append(floats(result))
-            batches.append(digest(batch))
+            calls.append((floats(result), digest(batch)))
         return result
 
     def see_evaluation(model, *arguments, **options):
@@ -117,13 +118,12 @@ def train(module, functions, folder, wait, job):
         norms = {name: weight.grad.detach().to_dense().double().norm().item()
                  for name, weight in own.items() if weight.grad is not None}
         rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
-        seen["steps"].append({"losses": losses.copy(), "batches": batches.copy(), "rates": rates,
-                              "norms": norms})
-        losses.clear()
-        batches.clear()
+        seen["steps"].append({"losses": [losses for losses, _ in calls], "rates": rates,
+                              "batches": [batch for _, batch in calls], "norms": norms})
+        calls.clear()
         if job.end == "first step":
             raise FirstStep
-        if job.end == "signal" and len(seen["steps"]) == 4:  # in the second epoch
+        if job.end == "signal" and len(seen["steps"]) == steps * 2 // 3:  # in the second epoch
             os.kill(os.getpid(), signal.SIGTERM)
 
     def aside(path, reading=False):
