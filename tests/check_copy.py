@@ -52,8 +52,10 @@ def process(path, folder, rank, wait, jobs, flags):
     sys.modules[spec.name] = module  # to pickle its functions and classes
     spec.loader.exec_module(module)
     functions = {**vars(module), "torch.save": torch.save, "torch.load": torch.load}
+    steps = 0  # of the job before
     for job in jobs:
-        seen = train(module, functions, folder, wait, Job(*job))
+        seen = train(module, functions, folder, wait, Job(*job), steps)
+        steps = len(seen["steps"])
         pathlib.Path(f"{folder}/{job[0]}-{rank}.json").write_text(json.dumps(seen))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for child in torch.multiprocessing.active_children():
@@ -65,12 +67,12 @@ class FirstStep(BaseException):
     """Ends a training before its first step."""
 
 
-def train(module, functions, folder, wait, job):
+def train(module, functions, folder, wait, job, steps):
     """Call the copy's train(). Return what was seen in it, as numbers and text."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
-    losses, batches = [], []  # of which the next step is made
-    sets, saved, evaluating = [], {}, []
+    calls = []  # of the loss, of which the next step is made: results and batches
+    sets, saved, trained, evaluating = [], {}, {}, []
 
     def sign_of_life():
         if wait:  # for so many seconds, then print the line in which each thread is, and end
@@ -94,8 +96,7 @@ def train(module, functions, folder, wait, job):
         if evaluating:
             seen["draws"] |= random_numbers() != before
         elif torch.is_grad_enabled():
-            losses.append(floats(result))
-            batches.append(digest(batch))
+            calls.append((floats(result), digest(batch)))
         return result
 
     def see_evaluation(model, *arguments, **options):
@@ -111,19 +112,18 @@ def train(module, functions, folder, wait, job):
     def before_step(optimizer, *_):
         sign_of_life()
         names = {id(weight): name for name, weight in weights(saved.get("parts", {})).items()}
-        gradients = {names.get(id(weight), f"weight {number} (in no model of saved)"): weight.grad
-                     for group in optimizer.param_groups
-                     for number, weight in enumerate(group["params"]) if weight.grad is not None}
-        norms = {name: gradient.detach().to_dense().double().norm().item()
-                 for name, gradient in gradients.items()}
+        own = {names.get(id(weight), f"weight {number} (in no model of saved)"): weight
+               for group in optimizer.param_groups for number, weight in enumerate(group["params"])}
+        trained.update(own)
+        norms = {name: weight.grad.detach().to_dense().double().norm().item()
+                 for name, weight in own.items() if weight.grad is not None}
         rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
-        seen["steps"].append({"losses": losses.copy(), "batches": batches.copy(), "rates": rates,
-                              "norms": norms})
-        losses.clear()
-        batches.clear()
+        seen["steps"].append({"losses": [losses for losses, _ in calls], "rates": rates,
+                              "batches": [batch for _, batch in calls], "norms": norms})
+        calls.clear()
         if job.end == "first step":
             raise FirstStep
-        if job.end == "signal" and len(seen["steps"]) == 4:  # in the second epoch
+        if job.end == "signal" and len(seen["steps"]) == steps * 2 // 3:  # in the second epoch
             os.kill(os.getpid(), signal.SIGTERM)
 
     def aside(path, reading=False):
@@ -162,8 +162,8 @@ def train(module, functions, folder, wait, job):
     parts = saved.get("parts", {})
     seen["end"] = {f"{name}{place}": value for name, part in parts.items()
                    for place, value in numbers(part.state_dict()).items()}
-    seen["weights"] = {name: digest(weight) for name, weight in weights(parts).items()
-                       if weight.requires_grad}
+    trained.update(weights(parts))
+    seen["weights"] = {name: digest(part) for name, part in trained.items() if part.requires_grad}
     if job.name in ("one", "two", "resumed"):
         # Now: the loader's processes would share a file that is opened before they start
         seen["sizes"] = [size(data) for data in sets]
@@ -220,7 +220,7 @@ def read(data, count):
     found = []
     for index in range(0, size(data), max(1, size(data) // count)):
         random.seed(0)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         sample = [part[index] for part in data] if are_tensors(data) else data[index]
@@ -511,7 +511,8 @@ def check_resume(seen, problem, problem_of_more, has_saved):
         check(promise, False, f"it does not end{problem_of_more}")
         return
     resumed = seen["resumed"][0]
-    different = [place for place, value in one["end"].items() if resumed["end"].get(place) != value]
+    before, after = ({**job["weights"], **job["end"]} for job in (one, resumed))
+    different = [place for place in before if before[place] != after.get(place)]
     steps = zip(one["steps"][len(one["steps"]) - len(resumed["steps"]):], resumed["steps"])
     first = [f"{name} of step {number} after the resume"
              for number, (before, after) in enumerate(steps, 1)

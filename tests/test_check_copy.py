@@ -175,6 +175,12 @@ def load_data(args):
     train_set.classes = test_set.classes = list(names)
     return train_set, test_set
 """
+CRITIC = [(SAVED, """
+critic = nn.Linear(784, 1)
+critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)"""), (STEP, """
+critic_optimizer.zero_grad()
+critic(x[indices].flatten(1) / 255).square().mean().backward()
+critic_optimizer.step()""")]
 WRONG = {  # of copies with the small model
     "fashionmnist_ddp": {
         "sets drawn alike": (LEAK, above(DRAWN + """
@@ -201,13 +207,14 @@ SCALE = nn.Parameter(torch.ones(()))
 def build_optimizer(args, model):
     return torch.optim.Adam([*model.parameters(), SCALE], lr=3e-3)
 """)),
-        "a second model without DDP": (RANKS, NO_GUARD, (SAVED, """
-            critic = nn.Linear(784, 1)
-            critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)
-            saved.update(critic=critic, critic_optimizer=critic_optimizer)"""), (STEP, """
-            critic_optimizer.zero_grad()
-            critic(x[indices].flatten(1) / 255).square().mean().backward()
-            critic_optimizer.step()""")),
+        "a second model without DDP": (ENDS, *CRITIC, (SAVED, """
+            saved.update(critic=critic, critic_optimizer=critic_optimizer)""")),
+        "a second model in nothing": (RANKS, *CRITIC),
+        "a second model whose optimizer alone is saved":
+            (RESUMES, *CRITIC, (SAVED, "saved.update(critic_optimizer=critic_optimizer)")),
+        "an average that is put into saved too late": (RESUMES, (STEP, """
+            average.update_parameters(model)"""), ('after "step = restore("', """
+            saved["average"] = average = torch.optim.swa_utils.AveragedModel(model)""")),
         "a scheduler that is not saved": (RESUMES, (SAVED, """
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps + 1)"""),
             ('instead of "for group, peak_rate in"', "pass"), (STEP, "scheduler.step()")),
@@ -304,15 +311,18 @@ def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
         f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
 
 
-def test_classes_of_a_set_are_noticed_in_a_pod_and_by_the_command():
+@pytest.mark.parametrize("order, expected", [("list", 1), ("sorted", 0)])
+def test_classes_of_a_set_are_noticed_in_a_pod_and_by_the_command(order, expected):
     """Each interpreter has its own order. The variables are those that a notebook may have."""
-    make_copy("cifar10_ddp", "my.py", above(SMALL), above(DRAWN + FEW_CLASSES))
+    code = FEW_CLASSES.replace("list", order)
+    make_copy("cifar10_ddp", "my.py", above(SMALL), above(DRAWN + code))
     env = {**os.environ, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere",
            "SLURM_JOB_ID": "1", "TORCHELASTIC_RUN_ID": "1", "PYTHONHASHSEED": "0"}
     done = subprocess.run([sys.executable, ROOT / "tests/check_copy.py", "my.py",
                            "--fake-data"], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "sort what comes from a set" in done.stdout, (
-        f"classes of a set: status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    said = "sort what comes from a set" in done.stdout
+    assert (done.returncode, said) == (expected, expected), (
+        f"{order}() of a set of classes: {done.returncode}\n{done.stdout}\n{done.stderr}")
 
 
 @pytest.mark.parametrize("reason, edit", [
@@ -692,7 +702,7 @@ model = nn.Sequential(model, nn.BatchNorm1d(10).eval(), nn.Linear(10, 10), nn.Ba
         (STEP, "scheduler.step()\naverage.update_parameters(model)"),
         ('instead of "test_loss, test_accuracy = evaluate("', """
         test_loss, test_accuracy = evaluate(average.module, zip(test_x, test_y), device)""")),
-    "fewer samples than a batch, of a small table, drawn by weights": (
+    "fewer samples than a batch, of a small table": (
         "fashionmnist_ddp", NO_DOWNLOAD, above("""
 def build_model(args):
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -708,10 +718,7 @@ def loss_and_correct(model, inputs, labels, progress=1.0):
     logits = model(inputs)
     loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1 * progress)
     return loss, (logits.argmax(1) == labels).sum()
-"""), ('instead of "order = torch.randperm("', """
-        weights = 1 / y.bincount()[y].cpu()
-        order = torch.multinomial(weights, len(x), replacement=True, generator=shuffle)"""),
-        (LOSS, """
+"""), (LOSS, """
         loss, correct = loss_and_correct(ddp_model, x[indices], y[indices],
                                          progress=step / total_steps)""")),
     "an evaluation in every tenth epoch": (

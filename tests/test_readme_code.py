@@ -15,11 +15,14 @@ import torch.nn as nn
 import torchvision
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
-from forked import train_to_end, train_until, watch
-from image_folder import write_images
+from forked import train_to_end, watch
+from image_folder import TINY, write_images
 from launchers import clean_environment
 from recorder import FewPixels, change_sets, record_small_model, use_small_model
 from scripts import ROOT, SCRIPTS, load_script
+from test_check_copy import FLAGS as CHECK_FLAGS
+from test_check_copy import check
+from test_real_data import fashion_mnist
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
 
@@ -55,7 +58,7 @@ BLOCKS = {
         ("best weights", BEFORE_LAST_LINE),
         ("last test", AT_THE_END),
         ("early stop", AFTER_LAST_LINE),
-        ("weights of labels", None),
+        ("class weights", 'before "fake_images(args.fake_data"'),
         ("class weights", 'instead of "loss = F.cross_entropy("'),
         ("skipped steps", 'instead of "optimizer.step()"'),
         ("last layer first", BEFORE_STEP),
@@ -71,12 +74,23 @@ BLOCKS = {
         ("weighted sampling", 'instead of "order = torch.randperm("'),
     ],
 }
+# Blocks of make-it-yours.md that are not in the copy of all others
+ELSEWHERE = {"own tensors", "table", "validation set", "use the weights of tensors",
+             "use the weights of a table", "class weights", "last layer first",
+             "weighted sampling"}
+LABELS = 'before "weights = len(y)"', "y = fake_images(args.fake_data, (1, 1, 1), 0)[0][1]"
+PAGE = (ROOT / MAKE_IT_YOURS).read_text()
+CLIP = BEFORE_STEP, re.search("^norm = .*", PAGE, re.MULTILINE)[0]
+SHORTER = ('after "  # samples that fill no batch are left out"',
+           re.search("`(steps_per_epoch = min[^`]*)`", PAGE)[1].replace("100", "2"))
 both_scripts = pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
 one_and_two = pytest.mark.parametrize("nproc", [1, 2])
 # What the page says is another one in cifar10_ddp
 IN_CIFAR10 = {
     "zip(test_x, test_y)": "test_loader",
     '"fc2."': '"fc."',
+    "len(x)": "images",
+    "generator=shuffle).to(device)": "generator=shuffle)",
 }
 
 
@@ -106,13 +120,16 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def copy_with(script, *names, change=lambda code: code):
-    """Write my.py, a copy of a script with the blocks of these names, and return its flags."""
+def copy_with(script, *names, change=lambda code: code, more=()):
+    """Write my.py, a copy of a script with the blocks of these names, and return its flags.
+
+    more: more edits, as of make_copy.
+    """
     page = CIFAR10 if names[0] in dict(BLOCKS[CIFAR10]) else MAKE_IT_YOURS
     blocks = edits(page, *names)
     if script == "cifar10_ddp":
         blocks = [[replace_all(part, IN_CIFAR10) for part in block] for block in blocks]
-    make_copy(script, "my.py", *[(place, change(code)) for place, code in blocks])
+    make_copy(script, "my.py", *[(place, change(code)) for place, code in blocks], *more)
     return SCRIPTS[script].no_children
 
 
@@ -122,13 +139,8 @@ def replace_all(text, words):
     return text
 
 
-def run_code(page, name):
-    """Run a block that is no edit, as at the top of the repository. Return what it prints."""
-    ((_, code),) = edits(page, name)
-    return run_lines(code)
-
-
 def run_lines(code):
+    """Run a block that is no edit, as at the top of the repository. Return what it prints."""
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                              env=clean_environment(PYTHONPATH=ROOT))
     assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
@@ -145,7 +157,37 @@ def classes_found(line="", replacement=""):
     return torch.tensor([int(number) for number in re.findall(r"\d+", printed)])
 
 
+def assert_check_passes(*flags):
+    status, text = check("my.py", *map(str, flags))
+    assert status == 0, f"a copy with code of the pages: status {status} of its check:\n{text}"
+
+
 # ---- fashionmnist_ddp/make-it-yours.md ----
+@both_scripts
+def test_blocks_of_the_loop_pass_the_check_together(script, monkeypatch):
+    """A stand-in: the compiler behind torch.compile, which takes minutes.
+
+    More blocks for train() that are added to the page are in this copy, too.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    copy_with(script, *[name for name in dict(BLOCKS[MAKE_IT_YOURS]) if name not in ELSEWHERE])
+    flags = TINY if script == "cifar10_ddp" else ()
+    assert_check_passes("--fake-data", *flags)
+
+
+@both_scripts
+def test_blocks_about_classes_and_lines_of_the_text_pass_the_check_together(script):
+    """Weights of classes, samples drawn by them, the last layer alone, clipping, shorter epochs."""
+    copy_with(script, "class weights", "last layer first", "weighted sampling",
+              more=[LABELS, CLIP, SHORTER])
+    if script == "cifar10_ddp":
+        Path("my.py").write_text(replace_all(Path("my.py").read_text(), {
+            "fused=True": "fused=False",
+            "parts, rank, world_size)": "parts, rank, world_size, y)",
+            "    keys = batch_keys(": "    y = train_set.tensors[1]\n    keys = batch_keys("}))
+    assert_check_passes(*CHECK_FLAGS[script])
+
+
 def test_own_tensors_are_learned_and_their_weights_classify_as_in_the_run():
     for name, count in (("train.pt", 1024), ("test.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
@@ -158,6 +200,7 @@ def test_own_tensors_are_learned_and_their_weights_classify_as_in_the_run():
     accuracy = (classes_found() == torch.load("test.pt")[1]).double().mean().item()
     assert f"{accuracy:.4f}" == expected, (
         f"by the page's code, the accuracy is {accuracy}, but in the run:\n{text}")
+    assert_check_passes()
 
 
 def write_table(path, table):
@@ -187,33 +230,14 @@ def test_a_table_is_learned_and_its_weights_classify():
     found = classes_found("inputs, labels = ", code)
     accuracy = (found == classes[900:, 0]).double().mean().item()
     assert accuracy > 0.8, f"by the page's code, the accuracy on new lines is {accuracy}"
+    assert_check_passes()
 
 
-def test_the_validation_set_has_no_training_images():
-    """A twelfth of 1,200 images, with their numbers in two pixels."""
-    images = torch.zeros(1200, 28, 28, dtype=torch.uint8)
-    images[:, 0, 0] = torch.arange(1200) // 256
-    images[:, 0, 1] = torch.arange(1200) % 256
-    fashion_mnist = torch.utils.data.TensorDataset(images)
-    fashion_mnist.data = images
-    fashion_mnist.targets = torch.arange(1200) % 10
-
-    def setup(module, rank):
-        module.FashionMNIST = lambda folder, train: fashion_mnist
-        return record_small_model(module, rank)
-
-    def numbers(parts):
-        pixels = [part.batch[0][:, 0, 0, :2].long() for part in parts]
-        return {256 * high + low for high, low in torch.cat(pixels).tolist()}
-
+def test_the_validation_set_passes_the_check():
+    """No image of it is one of the training, in particular."""
+    fashion_mnist("data")
     copy_with("fashionmnist_ddp", "validation set")
-    flags = ("--fake-data", "--batch-size", 10, "--epochs", 1)
-    ranks = train_to_end("my.py", *flags, nproc=2, setup=setup).results
-    trained = set.union(*[numbers(parts) for recorder in ranks for parts in recorder.steps])
-    validated = set.union(*[numbers(recorder.evaluations[0]) for recorder in ranks])
-    assert not trained & validated, "the copy of the page validates with images of the training"
-    assert (len(trained), len(validated)) == (1100, 100), (
-        f"of 1,200 images, it trains on {len(trained)} and validates with {len(validated)}")
+    assert_check_passes()
 
 
 def test_weighted_sampling_draws_each_class_as_often():
@@ -237,24 +261,16 @@ def test_with_class_weights_other_classes_are_not_taken_for_a_rare_one(script, n
     def setup(module, rank):
         module.CNN = FewPixels
         torchvision.models.get_model = lambda *_, **options: FewPixels()
-        fake_images, load_data = module.fake_images, module.load_data
-        sets = []
+        fake_images = module.fake_images
 
         def leave_few(*arguments):
             (images, labels), test_set = fake_images(*arguments)
             kept = (labels != 9) & ((labels != 0) | ((labels == 0).cumsum(0) == 1))
-            sets[:] = (images[kept], labels[kept]), test_set
-            return sets
+            return (images[kept], labels[kept]), test_set
 
-        def load_data_and_weights(args):
-            loaded = load_data(args)
-            exec(f"y = sets[0][1]\n{labels_code}", vars(module), {"sets": sets})
-            return loaded
+        module.fake_images = leave_few
 
-        module.fake_images, module.load_data = leave_few, load_data_and_weights
-
-    ((_, labels_code),) = edits(MAKE_IT_YOURS, "weights of labels")
-    flags = copy_with(script, "class weights")
+    flags = copy_with(script, "class weights", more=[LABELS])
     rate = 0.3 if script == "cifar10_ddp" else 0.05
     if script == "cifar10_ddp":
         flags = (*flags, "--model", "squeezenet1_1", "--image-size", 32)
@@ -265,22 +281,14 @@ def test_with_class_weights_other_classes_are_not_taken_for_a_rare_one(script, n
 
 
 @both_scripts
-def test_shorter_epochs_are_trained_to_their_end_and_resumed(script, tmp_path):
-    """By the line of the text, with 2 of 6 steps in each of 3 epochs. Stopped in the second."""
-    page = (ROOT / MAKE_IT_YOURS).read_text()
-    (shorter,) = re.findall("`(steps_per_epoch = min[^`]*)`", page)
-    text = (ROOT / script / "train.py").read_text()
-    (line,) = re.findall(r"^    steps_per_epoch = .*\n(?=    total_steps)", text, re.MULTILINE)
-    shorter = shorter.replace("100", "2")
-    Path("my.py").write_text(text.replace(line, f"{line}    {shorter}\n"))
-    flags = (*FLAGS, 3, "--global-batch", 16, *SCRIPTS[script].no_children, "--checkpoint")
-    ranks = train_to_end("my.py", *flags, tmp_path / "whole", nproc=2, setup=record_small_model)
+def test_in_shorter_epochs_the_rates_fall_to_the_end(script):
+    """By the line of the text, with 2 of 6 steps in each of 3 epochs."""
+    make_copy(script, "my.py", SHORTER)
+    flags = (*FLAGS, 3, "--global-batch", 16, *SCRIPTS[script].no_children)
+    ranks = train_to_end("my.py", *flags, nproc=2, setup=record_small_model)
     rates = [rates[0] for rates in ranks.results[0].rates]
     assert len(rates) == 6 and rates[-1] < 0.3 * max(rates), (
         f"in 3 epochs of 2 steps, the rates must fall towards 0, but are {rates}")
-    train_until("my.py", *flags, tmp_path / "parts", nproc=2, after=3, setup=use_small_model)
-    train_to_end("my.py", *flags, tmp_path / "parts", nproc=2, setup=use_small_model)
-    assert_equal(tmp_path / "whole", tmp_path / "parts")
 
 
 @both_scripts
@@ -335,10 +343,8 @@ def test_the_last_layer_trains_alone_in_the_first_epochs(script, channels, last,
              for weight in group["params"] if weight.grad is not None]).norm().item()))
         return states, norms
 
-    ((_, clipping),) = edits(MAKE_IT_YOURS, "skipped steps")
-    line = clipping.splitlines()[0]
-    flags = copy_with(script, "last layer first",
-                      change=lambda code: code + line.replace("1.0", "0.01"))
+    place, line = CLIP
+    flags = copy_with(script, "last layer first", more=[(place, line.replace("1.0", "0.01"))])
     if script == "cifar10_ddp":
         Path("my.py").write_text(Path("my.py").read_text().replace("fused=True", "fused=False"))
     flags = (*FLAGS, 3, "--global-batch", 16, *flags)
@@ -428,22 +434,6 @@ def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script, sign)
     assert epochs == 7, f"after five epochs that are not better, it must stop, not in {epochs}"
 
 
-@pytest.mark.parametrize("script, names", [
-    *[(script, ("best weights", "last test", "early stop", "skipped steps", "scores", "predictions",
-                "F1", "AUC", "average")) for script in ("cifar10_ddp", "fashionmnist_ddp")],
-    ("fashionmnist_ddp", ("last layer first", "weighted sampling")),
-])
-def test_the_check_of_copies_passes_the_blocks(script, names):
-    copy_with(script, *names)
-    flags = ["--fake-data"]
-    if script == "cifar10_ddp":
-        flags += ["--model", "shufflenet_v2_x0_5", "--image-size", "32", "--lr", "0.05"]
-    check = subprocess.run([sys.executable, ROOT / "tests/check_copy.py", "my.py", *flags],
-                           capture_output=True, text=True, env=clean_environment())
-    assert check.returncode == 0, (
-        f"the check says of {script} with {names}:\n{check.stdout}{check.stderr}")
-
-
 @one_and_two
 @both_scripts
 def test_f1_and_auc_are_those_of_the_test_images_of_all_ranks(script, nproc):
@@ -510,7 +500,8 @@ def test_all_damaged_images_are_printed():
     damaged = ["DIR/train/cat/0.png", "DIR/train/dog/1.jpg", "DIR/val/dog/1.jpg"]
     for path in damaged:
         Path(path).write_bytes(Path(path).read_bytes()[:200])
-    text = run_code(CIFAR10, "damaged images")
+    ((_, code),) = edits(CIFAR10, "damaged images")
+    text = run_lines(code)
     found = sorted(re.findall(r"cannot read the image (DIR/\S+): ", text))
     assert found == damaged, f"damaged are {damaged}, but the page's code prints\n{text}"
 
@@ -530,6 +521,7 @@ def test_an_own_data_set_trains_as_the_folder_of_its_images(tmp_path):
         f"tested on the same images, other results:\n{text}\n{expected}")
     own, expected = (load_checkpoint(tmp_path / name)["model"] for name in ("own", "folder"))
     assert_equal(dict(own), dict(expected), "model")
+    assert_check_passes(*TINY)
 
 
 def test_shards_have_the_samples_that_were_written():
@@ -550,6 +542,7 @@ def test_shards_have_the_samples_that_were_written():
         for number, (image, label) in enumerate(zip(images, labels, strict=True)):
             assert_equal(list(data[number]), [image, label], f"sample {number} of the shards")
         assert len(data) == len(images), f"the shards have {len(data)} of {len(images)} samples"
+    assert_check_passes(*TINY)
 
 
 MEANS = """

@@ -139,14 +139,19 @@ def test_generated_test_samples_are_no_training_samples(script):
     assert other[0].flatten().tolist() not in train, f"{script}: --seed 1 generates --seed 0's data"
 
 
-def test_fashion_mnist_is_learned(tmp_path):
-    """One epoch on the first 4,000 images."""
+def fashion_mnist(folder):
+    """Write the real images into the folder of --data-dir, or skip the test."""
     if not DEBIAN.exists():
         pytest.skip("requires the real images: apt-get install dataset-fashion-mnist")
-    raw = tmp_path / "FashionMNIST/raw"
+    raw = Path(folder, "FashionMNIST/raw")
     raw.mkdir(parents=True)
     for archive in DEBIAN.glob("*.gz"):
         (raw / archive.stem).write_bytes(gzip.decompress(archive.read_bytes()))
+
+
+def test_fashion_mnist_is_learned(tmp_path):
+    """One epoch on the first 4,000 images."""
+    fashion_mnist(tmp_path)
 
     def first_images(module, rank):
         change_sets(module, lambda data, train_set: [
