@@ -24,6 +24,7 @@ import random
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -92,10 +93,12 @@ def train(module, functions, folder, wait, job, steps):
     def see_loss(model, *batch, **options):
         sign_of_life()
         before = random_numbers()
+        if job.end == "first step in eval()":
+            model.eval()
         result = functions[loss_name](model, *batch, **options)
-        if evaluating:
+        if evaluating or not getattr(model, "training", True):
             seen["draws"] |= random_numbers() != before
-        elif torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not evaluating:
             calls.append((floats(result), digest(batch)))
         return result
 
@@ -121,9 +124,10 @@ def train(module, functions, folder, wait, job, steps):
         seen["steps"].append({"losses": [losses for losses, _ in calls], "rates": rates,
                               "batches": [batch for _, batch in calls], "norms": norms})
         calls.clear()
-        if job.end == "first step":
+        if job.end.startswith("first step"):
             raise FirstStep
-        if job.end == "signal" and len(seen["steps"]) == steps * 2 // 3:  # in the second epoch
+        # In the second epoch. The run stops after the step that follows
+        if job.end == "signal" and len(seen["steps"]) == min(steps * 2 // 3, steps - 2):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def aside(path, reading=False):
@@ -379,7 +383,9 @@ def compare(folder, path, flags):
     more, problem_of_more = run(folder, path, flags, [
         Job("resumed", "stopped"), Job("again", "one"), Job("test", "two" if two else "one"),
         Job("whole test", "two" if two else "one", batch_size=2 * TEST_SAMPLES),
-        Job("whole step", "nothing", batch_size=16, end="first step")])
+        Job("whole step", "nothing", batch_size=16, end="first step"),
+        Job("in parts", "nothing", end="first step in eval()"),
+        Job("at once", "nothing", batch_size=16, end="first step in eval()")])
     seen.update(**two, **more)
 
     if not check_data(seen):
@@ -388,6 +394,8 @@ def compare(folder, path, flags):
     check("two processes train to the end", bool(two), "they do not. All ranks make the same "
           f"calls: is one below `if rank == 0`?{problem_of_two}")
     of_a_batch = check_evaluation(seen, bool(two) and check_weights(*two["two"]))
+    if not of_a_batch:
+        note_parts(seen)
     check_training(seen, of_a_batch)
     check_resume(seen, problem, problem_of_more, os.path.exists(f"{folder}/stopped.pt"))
     return int(len(failed) > 0)
@@ -460,6 +468,24 @@ def check_evaluation(seen, compare_two):
     return False
 
 
+def note_parts(seen):
+    """Print whether the loss of a sample depends on the others of its part of a batch."""
+    if not {"in parts", "at once"} <= {*seen} or seen["in parts"][0]["draws"]:
+        return
+    parts, whole = (seen[name][0]["steps"][0] for name in ("in parts", "at once"))
+    norms = parts["norms"]
+    if len(parts["losses"]) != 4 * len(whole["losses"]) or not any(norms.values()):
+        return
+    least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # or rounding
+    differences = [abs(value - whole["norms"].get(name, 0)) / max(value, least)
+                   for name, value in norms.items()]
+    difference = statistics.median(differences)  # single ones differ by rounding before a ReLU
+    if difference > 1e-3:
+        print(f"note  the gradients depend on how a batch is divided (by {100 * difference:.2g} % "
+              "here), as of a mean over all tokens, a Dice loss, or weights by the counts of a "
+              "batch: so they depend on the number of processes")
+
+
 def check_training(seen, of_a_batch):
     one = seen["one"][0]
     promise = "the loss and the metric in training are sums over samples"
@@ -503,6 +529,9 @@ def check_resume(seen, problem, problem_of_more, has_saved):
     one = seen["one"][0]
     if not one["end"]:
         skip(promise, "restore(checkpoint, settings, saved) is not called")
+        return
+    if len(one["steps"]) < 3:
+        skip(promise, f"two epochs have {len(one['steps'])} steps only")
         return
     stopped = "stopped" in seen and seen["stopped"][0]["stopped"] and has_saved
     if not check("SIGTERM stops a run, which saves", stopped, f"it does not{problem}"):

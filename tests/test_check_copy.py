@@ -79,6 +79,7 @@ def test_a_script_as_it_is_passes(script):
     promises = len(re.findall("^ok ", text, re.MULTILINE))
     assert promises == (11 if SCRIPTS[script].has_test_set else 8), (
         f"{script} as it is: {promises} promises are checked:\n{text}")
+    assert "note" not in text, f"{script} as it is has a loss that is noted:\n{text}"
     assert os.listdir() == ["my.py"], f"the check has written {os.listdir()}"
 
 
@@ -298,6 +299,16 @@ def test_a_wrong_edit_is_noticed(script, kind):
     status, text = check("my.py", *FLAGS[script])
     assert status == 1 and f"FAIL  {promise}" in text, (
         f"{script} with {kind}: not FAIL, status 1, for {promise!r}, but status {status}:\n{text}")
+
+
+def test_weights_by_the_counts_of_a_batch_are_noted():
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL), in_loss("""
+if torch.is_grad_enabled():
+    weights = 1 / labels.bincount(minlength=10).clamp(min=1)
+    loss = len(labels) * F.cross_entropy(logits, labels, weights)"""))
+    status, text = check("my.py", "--fake-data")
+    assert status == 0 and "note  the gradients depend on how a batch is divided" in text, (
+        f"weights by the counts of a batch are not noted:\n{text}")
 
 
 def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
