@@ -391,7 +391,7 @@ def build_model(args):
 
 
 def build_optimizer(args, model):
-    return torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=5)
+    return torch.optim.LBFGS(model.parameters(), lr=args.lr, max_iter=5)
 
 
 def load_data(args):
@@ -408,7 +408,7 @@ results = []
 
 def closure():
     optimizer.zero_grad()
-    whole = torch.zeros(2, dtype=torch.float64)
+    whole = torch.zeros(2)
     for part in range(parts):
         indices = batch[rank + part * world_size::parts * world_size]
         ddp_model.require_backward_grad_sync = part == parts - 1
