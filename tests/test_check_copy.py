@@ -199,8 +199,10 @@ def load_data(args):
         "a mean of the metric": (SUMS, in_loss("correct = correct / len(labels)")),
         "model.module": (GRADIENTS, NO_GUARD, ("", SMALL.replace(
             "= model(images)", "= getattr(model, 'module', model)(images)"))),
-        "requires_grad after DDP": (RANKS, NO_GUARD, model("model.body.requires_grad_(False)"),
-                                    ('after "ddp_model = DDP("', "model.requires_grad_(True)")),
+        "requires_grad after DDP, of weights whose norm is kept": (
+            RANKS, model("model.body.requires_grad_(False)"),
+            ('after "ddp_model = DDP("', "model.requires_grad_(True)"),
+            (STEP, "for weight in model.body.parameters():\n    weight.data /= weight.norm()")),
         "weights of no model": (RESUMES, in_loss("loss = loss * SCALE", """
 SCALE = nn.Parameter(torch.ones(()))
 """), above("""
