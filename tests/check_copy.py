@@ -520,8 +520,8 @@ def check_resume(seen, problem, problem_of_more, has_saved):
              if before[key] != after[key]][:1]
     check(promise, not different, f"not {some(first + different)}. Put what must survive a stop "
           "into saved, before restore(): models, optimizers, schedulers, averages, counters; a "
-          "queue and a hidden state are buffers of a model. Use random numbers of torch. Call "
-          "optimizer.zero_grad() before each step")
+          "queue is a buffer of a model, and a hidden state begins with zeros. Use random numbers "
+          "of torch. Call optimizer.zero_grad() before each step; clone() a gradient that you keep")
 
 
 def show(results):
