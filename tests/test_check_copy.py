@@ -200,8 +200,10 @@ def load_data(args):
         "a mean of the metric": (SUMS, in_loss("correct = correct / len(labels)")),
         "model.module": (GRADIENTS, NO_GUARD, ("", SMALL.replace(
             "= model(images)", "= getattr(model, 'module', model)(images)"))),
-        "requires_grad after DDP": (RANKS, NO_GUARD, model("model.body.requires_grad_(False)"),
-                                    ('after "ddp_model = DDP("', "model.requires_grad_(True)")),
+        "requires_grad after DDP, of weights whose norm is kept": (
+            RANKS, model("model.body.requires_grad_(False)"),
+            ('after "ddp_model = DDP("', "model.requires_grad_(True)"),
+            (STEP, "for weight in model.body.parameters():\n    weight.data /= weight.norm()")),
         "weights of no model": (RESUMES, in_loss("loss = loss * SCALE", """
 SCALE = nn.Parameter(torch.ones(()))
 """), above("""
@@ -402,7 +404,7 @@ def build_model(args):
 
 
 def build_optimizer(args, model):
-    return torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=5)
+    return torch.optim.LBFGS(model.parameters(), lr=args.lr, max_iter=5)
 
 
 def load_data(args):
@@ -419,7 +421,7 @@ results = []
 
 def closure():
     optimizer.zero_grad()
-    whole = torch.zeros(2, dtype=torch.float64)
+    whole = torch.zeros(2)
     for part in range(parts):
         indices = batch[rank + part * world_size::parts * world_size]
         ddp_model.require_backward_grad_sync = part == parts - 1
