@@ -96,7 +96,7 @@ def train(module, functions, folder, wait, job, steps):
         if job.end == "first step in eval()":
             model.eval()
         result = functions[loss_name](model, *batch, **options)
-        if evaluating or not getattr(model, "training", True):
+        if evaluating or job.end == "first step in eval()":
             seen["draws"] |= random_numbers() != before
         if torch.is_grad_enabled() and not evaluating:
             calls.append((floats(result), digest(batch)))
@@ -470,9 +470,11 @@ def check_evaluation(seen, compare_two):
 
 def note_parts(seen):
     """Print whether the loss of a sample depends on the others of its part of a batch."""
-    if not {"in parts", "at once"} <= {*seen} or seen["in parts"][0]["draws"]:
+    steps = [step for name in ("in parts", "at once") if name in seen
+             for step in seen[name][0]["steps"] if step["losses"]]
+    if len(steps) < 2 or seen["in parts"][0]["draws"]:
         return
-    parts, whole = (seen[name][0]["steps"][0] for name in ("in parts", "at once"))
+    parts, whole = steps
     norms = parts["norms"]
     if len(parts["losses"]) != 4 * len(whole["losses"]) or not any(norms.values()):
         return
@@ -521,7 +523,8 @@ def check_training(seen, of_a_batch):
                      if abs(value - others[0].get(name, math.inf)) > 1e-3 * max(value, least)]
         check(promise, not different, f"not {some(different)}: call ddp_model(...), and in the "
               "loss model(...), no method of it; keep loss * (world_size / global_batch); use "
-              "random numbers of torch, in build_model, too; keep no state in globals")
+              "random numbers of torch, in build_model, too; keep no state in globals; clip the "
+              "gradients of all parts")
 
 
 def check_resume(seen, problem, problem_of_more, has_saved):
