@@ -120,7 +120,8 @@ def train(module, functions, folder, wait, job, steps):
         trained.update(own)
         norms = {name: weight.grad.detach().to_dense().double().norm().item()
                  for name, weight in own.items() if weight.grad is not None}
-        rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        rates = [number for group in optimizer.param_groups for name, value in sorted(group.items())
+                 if name != "params" for number in floats(value)]  # and the other options
         seen["steps"].append({"losses": [losses for losses, _ in calls], "rates": rates,
                               "batches": [batch for _, batch in calls], "norms": norms})
         calls.clear()
@@ -328,10 +329,11 @@ def last_lines(path, status, log):
     waits = "Timeout (" in text  # faulthandler's word
     stack = text.rpartition("(most recent call")[2]
     errors = re.findall(r"^(?:[\w.]+Error|error|Parameters which).*", stack, re.MULTILINE)
-    frames = re.findall(rf'File "{re.escape(path)}", line (\d+),? in (\w+)', stack)
+    frames = re.findall(rf'File "{re.escape(path)}", line (\d+)(?:,? in (\w+))?', stack)
     lines = ["waits in" if waits else f"ends with status {status}"]
-    lines += [f"line {number}, {name}(): {linecache.getline(path, int(number)).strip()}"
-              for number, name in frames if name != "<module>"]
+    for number, name in [frame for frame in frames if frame[1]] or frames[-1:]:
+        place = f"line {number}, {name}()" if name else f"line {number}"
+        lines.append(f"{place}: {linecache.getline(path, int(number)).strip()}")
     lines += [] if waits else errors[-2:] or stack.splitlines()[-3:]
     return "\n        ".join(line[:400] for line in lines)
 
@@ -356,7 +358,7 @@ def main():
         print(__doc__)
         sys.exit(2)
     path, flags = os.path.realpath(sys.argv[1]), sys.argv[2:]
-    text = pathlib.Path(path).read_text()
+    text = pathlib.Path(path).read_text(errors="replace")
     missing = [name for name in ("parse_args", "load_data", "train", "save_checkpoint")
                if f"def {name}(" not in text]
     if missing:
@@ -462,7 +464,15 @@ def check_evaluation(seen, compare_two):
               f"{show(test)} in batches of 4, {show(whole)} in a single one")
         return True
     elif compare_two:
-        check(promise, math.isclose(results["two"][0], test[0], rel_tol=2e-3),
+        pairs = [*zip(results["two"], test)]
+        if "--bf16" in sys.argv:
+            pairs = pairs[:1]  # rounding decides which of two scores is the higher
+        elif not all(math.isclose(ratio, 1, rel_tol=0.02) for ratio in ratios):
+            pairs = pairs[:1]
+            print(f"note  the test metric depends on the batch size, as F1 or a correlation does: "
+                  f"{show(test)} in batches of 4, {show(whole)} in a single one. Compute it from "
+                  "all scores")
+        check(promise, all(math.isclose(*pair, rel_tol=2e-3) for pair in pairs),
               f"{show(results['two'])} on two, {show(test)} on one: each rank tests its share, and "
               "the sums of all ranks are added up")
     return False
@@ -506,13 +516,16 @@ def check_training(seen, of_a_batch):
         return
 
     first, second = seen["two"]
-    steps = [(step["rates"], {*step["batches"]}) for step in one["steps"]]
-    of_both = [(step["rates"], {*step["batches"], *other["batches"]})  # LBFGS repeats some
+    batches = [{*step["batches"]} for step in one["steps"]]
+    of_both = [{*step["batches"], *other["batches"]}  # LBFGS repeats some
                for step, other in zip(first["steps"], second["steps"])]
-    check("one and two processes train on the same samples, at the same rates", steps == of_both,
+    rates = [(rate, other) for step, step_of_two in zip(one["steps"], first["steps"])
+             for rate, other in zip(step["rates"], step_of_two["rates"])]
+    check("one and two processes train on the same samples, at the same rates",
+          batches == of_both and all(math.isclose(*pair, rel_tol=1e-3) for pair in rates),
           "their order depends on seed and epoch alone; random transforms use torch or random, and "
-          "numpy with a seed for each sample; a rate is that of the global batch, on any number of "
-          "processes")
+          "numpy with a seed for each sample; rates and other options of the optimizer are those "
+          "of the global batch, on any number of processes")
     promise = "the first gradients are the same on one and two processes"
     norms, others = ([step["norms"] for step in seen[name][0]["steps"]] for name in ("one", "two"))
     if of_a_batch or not any(norms[:1]):
@@ -568,4 +581,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--process"]:
         process(*json.loads(sys.argv[2]))
     else:
-        main()
+        try:
+            main()
+        except KeyboardInterrupt:
+            sys.exit("----  not checked: interrupted")

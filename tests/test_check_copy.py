@@ -244,10 +244,13 @@ def build_optimizer(args, model):
         "a mean over the part": (GRADIENTS, (
             'instead of "(loss * (world_size / global_batch)).backward()"',
             "(loss / len(indices)).backward()")),
-        "a rate by the number of processes": (STEPS, above("""
-def build_optimizer(args, model):
-    return torch.optim.Adam(model.parameters(), lr=3e-3 * dist.get_world_size())
+        "a weight decay by the number of processes": (STEPS, above("""
+def build_optimizer(args, model, *global_batch):
+    return torch.optim.AdamW(model.parameters(), weight_decay=0.01 * dist.get_world_size())
 """)),
+        "a metric of the share of a rank": (TESTS, ('instead of "return mean_of_all_ranks("', """
+            loss, _ = mean_of_all_ranks([loss_sum, correct_sum], count, device)
+            return loss, float(correct_sum / count)""")),
         "no stop": (STOPS, ('instead of "if stop and step < total_steps:"', "pass"),
                     ('instead of "if rank == 0 and args.checkpoint and (stop or due):"', "pass")),
     },
@@ -303,14 +306,19 @@ def test_a_wrong_edit_is_noticed(script, kind):
         f"{script} with {kind}: not FAIL, status 1, for {promise!r}, but status {status}:\n{text}")
 
 
-def test_weights_by_the_counts_of_a_batch_are_noted():
-    make_copy("fashionmnist_ddp", "my.py", above(SMALL), in_loss("""
+@pytest.mark.parametrize("what, code", [
+    ("gradients", """
 if torch.is_grad_enabled():
     weights = 1 / labels.bincount(minlength=10).clamp(min=1)
-    loss = len(labels) * F.cross_entropy(logits, labels, weights)"""))
+    loss = len(labels) * F.cross_entropy(logits, labels, weights)"""),
+    ("test metric", "correct = len(labels) * labels.unique().count_nonzero()"),
+])
+def test_what_depends_on_the_division_of_a_batch_is_noted(what, code):
+    """Weights by the counts of a batch; the classes of a batch."""
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL), in_loss(code))
     status, text = check("my.py", "--fake-data")
-    assert status == 0 and "note  the gradients depend on how a batch is divided" in text, (
-        f"weights by the counts of a batch are not noted:\n{text}")
+    assert status == 0 and f"note  the {what} depend" in text, (
+        f"{what} that depend on the division of a batch are not noted:\n{text}")
 
 
 def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
