@@ -584,4 +584,5 @@ if __name__ == "__main__":
         try:
             main()
         except KeyboardInterrupt:
-            sys.exit("----  not checked: interrupted")
+            print("----  not checked: interrupted")
+            sys.exit(2)
