@@ -73,7 +73,7 @@ def train(module, functions, folder, wait, job, steps):
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
     calls = []  # of the loss, of which the next step is made: results and batches
-    sets, saved, trained, evaluating = [], {}, {}, []
+    sets, saved, trained, evaluating, first_buffers = [], {}, {}, [], []
 
     def sign_of_life():
         if wait:  # for so many seconds, then print the line in which each thread is, and end
@@ -90,8 +90,19 @@ def train(module, functions, folder, wait, job, steps):
         saved["parts"] = parts
         return functions["restore"](checkpoint, settings, parts, *rest)
 
+    def begin_with_the_first_buffers(model):
+        """Undo what the parts before have done: on two processes, each computes half of them."""
+        buffers = [*getattr(model, "buffers", list)()]
+        if not calls:
+            first_buffers[:] = [buffer.clone() for buffer in buffers]
+        for buffer, first in zip(buffers, first_buffers):
+            if digest(buffer) != digest(first):  # of BatchNorm, a queue, spectral_norm
+                buffer.copy_(first)
+
     def see_loss(model, *batch, **options):
         sign_of_life()
+        if not seen["steps"] and not evaluating and job.name != "resumed":
+            begin_with_the_first_buffers(model)
         before = random_numbers()
         if job.end == "first step in eval()":
             model.eval()

@@ -742,6 +742,13 @@ def loss_and_correct(model, inputs, labels, progress=1.0):
 """), (LOSS, """
         loss, correct = loss_and_correct(ddp_model, x[indices], y[indices],
                                          progress=step / total_steps)""")),
+    "a buffer that each forward changes": ("fashionmnist_ddp", above(SMALL), above("""
+def center(module, inputs):
+    if module.training:
+        module.center.lerp_(inputs[0].detach().mean(0), 0.5)
+    return inputs[0] - module.center
+"""), model("""model.body.register_buffer("center", torch.zeros(16))
+model.body.register_forward_pre_hook(center)""")),
     "an evaluation in every tenth epoch": (
         "fashionmnist_ddp", above(SMALL), ('instead of "test_loss, test_accuracy = evaluate("', """
         test_loss = test_accuracy = 0.0

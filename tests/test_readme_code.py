@@ -20,8 +20,7 @@ from image_folder import TINY, write_images
 from launchers import clean_environment
 from recorder import FewPixels, change_sets, record_small_model, use_small_model
 from scripts import ROOT, SCRIPTS, load_script
-from test_check_copy import FLAGS as CHECK_FLAGS
-from test_check_copy import check
+from test_check_copy import FLAGS as CHECK_FLAGS, check
 from test_real_data import fashion_mnist
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
@@ -121,10 +120,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def copy_with(script, *names, change=lambda code: code, more=()):
-    """Write my.py, a copy of a script with the blocks of these names, and return its flags.
-
-    more: more edits, as of make_copy.
-    """
+    """Write my.py, a copy of a script with these blocks and more edits, and return its flags."""
     page = CIFAR10 if names[0] in dict(BLOCKS[CIFAR10]) else MAKE_IT_YOURS
     blocks = edits(page, *names)
     if script == "cifar10_ddp":
@@ -165,10 +161,7 @@ def assert_check_passes(*flags):
 # ---- fashionmnist_ddp/make-it-yours.md ----
 @both_scripts
 def test_blocks_of_the_loop_pass_the_check_together(script, monkeypatch):
-    """A stand-in: the compiler behind torch.compile, which takes minutes.
-
-    More blocks for train() that are added to the page are in this copy, too.
-    """
+    """With a stand-in for the compiler behind torch.compile, which takes minutes."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     copy_with(script, *[name for name in dict(BLOCKS[MAKE_IT_YOURS]) if name not in ELSEWHERE])
     flags = TINY if script == "cifar10_ddp" else ()
