@@ -251,11 +251,11 @@ def train(args):
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
-        f"torch {torch.__version__} | {args.model} | global batch {global_batch} of {images} "
-        f"images in {len(classes)} classes, {global_batch / world_size:g} per process | "
-        f"peak learning rate {peak_rates[0]:g} | "
-        f"steps {step} to {total_steps}{', resumed' if step else ''}"
-        f"{'' if args.checkpoint else ' | without --checkpoint, nothing is saved'}")
+        f"torch {torch.__version__} | {args.model} | global batch {global_batch} "
+        f"({world_size} x {global_batch / world_size:g}) of {images} images in {len(classes)} "
+        f"classes | learning rate {peak_rates[0]:g} | steps {step} to {total_steps}"
+        + (", resumed" if step else "")
+        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     # One iterator for all epochs: its processes start once, and read ahead during evaluations
     keys = batch_keys(args, images, global_batch, step, own_parts, parts)

@@ -197,10 +197,11 @@ def train(args):
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
-        f"torch {torch.__version__} | global batch {global_batch} of {len(x)} images, "
-        f"{global_batch / world_size:g} per process | peak learning rate {peak_rates[0]:g} | "
-        f"steps {step} to {total_steps}{', resumed' if step else ''}"
-        f"{'' if args.checkpoint else ' | without --checkpoint, nothing is saved'}")
+        f"torch {torch.__version__} | global batch {global_batch} "
+        f"({world_size} x {global_batch / world_size:g}) of {len(x)} images | "
+        f"learning rate {peak_rates[0]:g} | steps {step} to {total_steps}"
+        + (", resumed" if step else "")
+        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     signals = catch_signals()
     first_step = step + 1
