@@ -12,6 +12,10 @@ from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
 
 
+MEANS = ("loss_of", "loss_and_counts")  # these return the mean loss of the samples
+LOSS_FUNCTIONS = (*MEANS, "loss_and_correct")  # a script has one of these
+
+
 class Part(NamedTuple):
     """One call of the model."""
     seed: int  # of the random numbers
@@ -33,15 +37,17 @@ class Recorder:
         self.rates = []  # for each step, the learning rates of the optimizer's groups
         self.evaluations = []  # for each evaluation, its list of Parts
         self.parts = []  # of this step
-        name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
-        loss_function = getattr(module, name)
-        setattr(module, name, lambda *arguments: self.call_loss(loss_function, *arguments))
+        names = [name for name in LOSS_FUNCTIONS if hasattr(module, name)]
+        self.is_mean = names[0] in MEANS
+        loss_function = getattr(module, names[0])
+        setattr(module, names[0], lambda *arguments: self.call_loss(loss_function, *arguments))
         if hasattr(module, "evaluate"):
             watch(module, "evaluate", lambda *_: self.evaluations.append([]))
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
 
-    def call_loss(self, loss_function, model, *batch):
+    def call_loss(self, loss_function, *arguments):
+        args, model, batch = split_arguments(arguments)
         outputs = []
         seed = torch.initial_seed()
         hook = model.register_forward_hook(lambda _, arguments, output: outputs.append(output))
@@ -50,9 +56,10 @@ class Recorder:
             plain = model.module if isinstance(model, DistributedDataParallel) else model
             plain = copy.deepcopy(plain)  # its BatchNorm counts this call, too
             with torch.random.fork_rng(devices=[]):
-                loss = first(loss_function(plain, *batch))
+                loss = first(loss_function(*args, plain, *batch))
+            loss = loss * len(batch[0]) if self.is_mean else loss
             gradient = flat(torch.autograd.grad(loss, list(plain.parameters())))
-        result = loss_function(model, *batch)
+        result = loss_function(*args, model, *batch)
         hook.remove()
         parts = self.parts if model.training else self.evaluations[-1]
         batch = [tensor.clone() for tensor in batch]
@@ -69,6 +76,12 @@ class Recorder:
         assert self.parts, f"step {number}: the model is not in training mode, or is not called"
         self.steps.append(self.parts)
         self.parts = []
+
+
+def split_arguments(arguments):
+    """Return the arguments before the model, the model, and the batch."""
+    (place,) = [place for place, value in enumerate(arguments) if isinstance(value, nn.Module)]
+    return arguments[:place], arguments[place], arguments[place + 1:]
 
 
 def first(result):
