@@ -8,10 +8,10 @@ import torch
 import torch.nn as nn
 from forked import train_to_end
 from recorder import Recorder, change_sets, loss_name, record_small_model
-from scripts import SCRIPTS, load_script
+from scripts import SCRIPTS, STEP_SCRIPTS, load_script
 
 # ---- learning rates and weight decay ----
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["mnist_dp", *STEP_SCRIPTS])
 def test_each_parameter_group_has_its_peak_rate_times_learning_rate(script):
     """Or times a linear decay, where a scheduler of PyTorch computes it."""
     flags = (SCRIPTS[script].data_flag, 48, "--batch-size", 16, "--epochs", 4, "--lr", 1e-3,
