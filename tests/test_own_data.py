@@ -12,7 +12,6 @@ from recorder import FewPixels, change_sets, use_small_model
 from scripts import EPOCH_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script
 
 
-
 def flags_of(script, *more, epochs=4):
     """Return flags for three steps of 24 samples in each epoch, on two processes."""
     return (SCRIPTS[script].data_flag, 72, "--batch-size", 12, "--epochs", epochs, "--lr", 0.1,
