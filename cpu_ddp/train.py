@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: MIT-0
-"""Train a linear model on generated data with DistributedDataParallel (DDP) on CPUs.
+"""Read this first: how several processes train one model, with DistributedDataParallel (DDP).
 
-    python train.py                          # one process
-    torchrun --standalone --nproc-per-node=2 train.py
+    python train.py                                       # one process
+    torchrun --standalone --nproc-per-node=2 train.py     # two processes of this machine
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --cpus-per-task=1 -K1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --kill-on-bad-exit=1 python train.py
+
+Type the third command on each of the two machines. Each process runs this whole file. All begin
+with the same weights, and each computes the gradient of its share of every batch. backward()
+averages the gradients of all processes, so all make the same step, and their weights stay equal.
+The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
+
+All processes must make the same calls of ddp_model(...), backward() and dist.all_reduce(...): below
+"if rank == 0", such a call would wait for the others for ever.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
+processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch, and save.
 
-To train something else, edit the functions above train(). For GPUs, a test set or dropout, copy
-fashionmnist_ddp.
+The example is a linear model on CPUs. To train your own model on GPUs, copy synthetic_ddp/train.py:
+it has the same parts, with a DataLoader and a test set.
 
 Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyTorch DDP in 5
 Minutes (CPU)" (Kubernetes) of awsome-distributed-training.
@@ -18,10 +26,7 @@ Minutes (CPU)" (Kubernetes) of awsome-distributed-training.
 import argparse
 import contextlib
 import ctypes
-import json
-import math
 import os
-import random
 import re
 import signal
 import sys
@@ -36,157 +41,124 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-# ---- Flags, model, optimizer, learning rate, data, loss: edit these for your own training. ----
+# ---- Flags, data, model, loss: edit these for your own training. ----
 def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per process at once")
-    parser.add_argument("--global-batch", type=int, help="samples per step of all processes")
-    parser.add_argument("--lr", type=float, default=0.02, help="initial learning rate of SGD")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
     parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
-    parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
-    parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     return parser.parse_args(flags)
 
 
-# Signals stop the run after at most so many steps. Set it to 1 if a step may take seconds.
-CHECK_EVERY = 8
+def load_data(args):
+    """Return inputs (N, 20), and targets (N, 1): a linear function with noise of 0.1.
 
-# A run may be resumed with other values of these flags, but not of the others.
-MAY_CHANGE = ("epochs", "batch_size", "checkpoint", "save_every", "log_every", "timeout")
+    All processes must return the same samples in the same order: sort what os.listdir() or a set
+    returns, and seed numpy. (torch is seeded.)
+    """
+    inputs = torch.randn(args.samples, 20)
+    noise = 0.1 * torch.randn(args.samples, 1)
+    return inputs, inputs @ torch.randn(20, 1) + noise
 
 
 def build_model(args):
-    """Return a linear model of inputs (N, 20)."""
+    """Return a linear model: inputs (N, 20) to outputs (N, 1)."""
     return nn.Linear(20, 1)
 
 
-def build_optimizer(args, model):
-    """Return the optimizer. Its parameter groups have their peak learning rates."""
-    return torch.optim.SGD(model.parameters(), lr=args.lr)
-
-
-def learning_rate(step, total_steps):
-    """Return the factor of the peak rates: linear decay to 0."""
-    return 1 - step / total_steps
-
-
-def load_data(args):
-    """Return inputs (N, 20), and targets (N, 1): a linear function with noise of 0.1."""
-    generator = torch.Generator().manual_seed(args.seed)  # the same data on every rank
-    inputs = torch.randn(args.samples, 20, generator=generator)
-    true_weight = torch.randn(1, 20, generator=generator)
-    noise = 0.1 * torch.randn(args.samples, 1, generator=generator)
-    return inputs, inputs @ true_weight.T + noise
-
-
-def loss_of(model, inputs, targets):
-    """Return the sum of the samples' losses."""
-    return F.mse_loss(model(inputs), targets, reduction="sum")
+def loss_of(args, model, inputs, targets):
+    """Return the mean loss of the samples."""
+    return F.mse_loss(model(inputs), targets)
 
 
 # ---- Training ----
-@record  # torchrun then reports the exception of the rank that fails first
+@record  # torchrun then reports the exception of the process that fails first
 def train(args):
+    # DDP: connect the processes. All use the flags and the checkpoint of rank 0
     args, rank, world_size, checkpoint = form_group(args)
-    torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
-    random.seed(args.seed)
+
+    torch.manual_seed(args.seed)  # DDP: all processes draw the same data
     x, y = load_data(args)
-    global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
-    steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
-    total_steps = args.epochs * steps_per_epoch
-    # Each process computes its share of a batch in parts of at most --batch-size
-    parts = len(range(rank, global_batch, world_size * args.batch_size))
-
-    torch.manual_seed(args.seed)  # again: the weights do not depend on what load_data draws
     model = build_model(args)
-    optimizer = build_optimizer(args, model)
-    peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, samples=len(x), global_batch=global_batch)
-    saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
-    step = restore(checkpoint, settings, saved)
-    del checkpoint  # a second copy of weights and optimizer
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
-    log(f"world size {world_size}, threads {torch.get_num_threads()} | torch {torch.__version__} | "
-        f"global batch {global_batch} of {len(x)} samples | steps {step} to {total_steps}")
-    signals = catch_signals()
-    first_step = step + 1
-    saved_step, save_time = step, time.perf_counter()
-    for epoch in range(step // steps_per_epoch, args.epochs):
-        # The order depends on seed and epoch only: a resumed run goes on where it stopped
-        shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
-        batches = torch.randperm(len(x), generator=shuffle).split(global_batch)
-        loss_sum = count = 0  # of this process in this epoch
-        for batch in batches[max(0, step - epoch * steps_per_epoch):steps_per_epoch]:
-            # Has any process received a signal? They exchange this while they compute the step
-            check = step % CHECK_EVERY == 0
-            stop = torch.tensor(len(signals) if check else 0)
-            exchange = dist.all_reduce(stop, async_op=True) if check and world_size > 1 else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    run = {"lr": args.lr, "seed": args.seed, "samples": len(x)}  # a resume may not change these
+    epochs_done = 0
+    global_batch = args.batch_size * world_size  # DDP: the samples of a step of all processes
+    if checkpoint:
+        if checkpoint.get("run") != run:
+            sys.exit(f"error: the checkpoint is from a run with {checkpoint.get('run')}, this one "
+                     f"has {run}: use the same flags, or another --checkpoint")
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        epochs_done = checkpoint["epochs_done"]
+        global_batch = checkpoint["global_batch"]  # DDP: on fewer processes, shares are larger
+    if not world_size <= global_batch <= len(x):
+        sys.exit(f"error: a step takes {global_batch} of {len(x)} samples, for {world_size} "
+                 "processes: start fewer, or use a smaller --batch-size")
+    used = len(x) // global_batch * global_batch  # an epoch leaves out the others, at random
+    # DDP: from here on, backward() averages the gradients of all processes
+    ddp_model = DDP(model) if world_size > 1 else model
+    log(f"world size {world_size} x {global_batch / world_size:.3g} = {global_batch} of {len(x)} "
+        f"samples in a step | learning rate {args.lr} | torch {torch.__version__}"
+        + (f" | resumed after epoch {epochs_done}" if checkpoint else "")
+        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
-            for group, peak_rate in zip(optimizer.param_groups, peak_rates):
-                group["lr"] = peak_rate * learning_rate(step, total_steps)
+    signals = collect_signals()
+    for epoch in range(epochs_done, args.epochs):
+        # Seeded anew, so that a resumed run draws the same. hash() of numbers is always the same
+        torch.manual_seed(hash((args.seed, epoch)))  # DDP: the same order in all processes
+        order = torch.randperm(len(x))[:used]
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # DDP: but other dropout, if you add it
+        loss_sum = 0
+        for batch in order.split(global_batch):
+            share = batch[rank::world_size]  # DDP: rank 1 of 4 takes samples 1, 5, 9, ...
             optimizer.zero_grad()
-            for part in range(parts):
-                indices = batch[rank + part * world_size::parts * world_size]
-                # Exchange gradients with the last part only. (no_sync() sets this, too.)
-                ddp_model.require_backward_grad_sync = part == parts - 1
-                loss = loss_of(ddp_model, x[indices], y[indices])
-                (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
-                loss_sum += loss.detach().double()
-                count += len(indices)
+            loss = loss_of(args, ddp_model, x[share], y[share])
+            # DDP: the average of the gradients must be the gradient of the mean over the batch. If
+            # two processes share 5 samples, the factors are 3 * 2 / 5 and 2 * 2 / 5; for 6, 1 and 1
+            (loss * (len(share) * world_size / global_batch)).backward()
             optimizer.step()
-            step += 1
+            loss_sum += len(share) * loss.item()
 
-            now = time.perf_counter()
-            if step == first_step:  # it takes longer than others
-                start = log_time = now
-            elif rank == 0 and now - log_time >= args.log_every:
-                log_time = now
-                rate = (step - first_step) / (now - start)
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
-                    f"loss {loss_sum / count:.4f}  "
-                    f"{rate * global_batch:,.0f} samples/s  "
-                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
-            if exchange:
-                exchange.wait()
-            if step % steps_per_epoch == 0:
-                check_finite(saved)
-                check_weights(saved)
-            due = now - save_time >= 60 * args.save_every
-            if rank == 0 and args.checkpoint and (stop or due):
-                saved_step, save_time = step, now
-                save_checkpoint(args.checkpoint, saved, settings, step)
-            if stop and step < total_steps:
-                close_group()
-                sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
-        sums = torch.tensor([loss_sum, count], dtype=torch.float64)
-        dist.all_reduce(sums)  # of all processes
-        log(f"epoch {epoch + 1}/{args.epochs}  loss {sums[0] / sums[1]:.4f}")
-    if rank == 0 and args.checkpoint and step > saved_step:
-        save_checkpoint(args.checkpoint, saved, settings, step)
+        # DDP: the sums of all processes. If one that has received a signal stopped alone, the
+        # others would wait for its gradients
+        sums = torch.tensor([loss_sum, len(signals)], dtype=torch.float64)
+        dist.all_reduce(sums)
+        loss_sum, stop = sums.tolist()
+        log(f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / used:.4f}")
+        check_model(model)
+        if rank == 0 and args.checkpoint:
+            save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "run": run,
+                  "epochs_done": epoch + 1, "global_batch": global_batch}, args.checkpoint)
+        if stop and epoch + 1 < args.epochs:
+            close_group()
+            sys.exit(f"stopped by a signal after epoch {epoch + 1}" if rank == 0 else 1)
     close_group()
 
 
+# ---- You need not read the rest to use or edit this file: it connects, stops and saves. ----
 def form_group(args):
-    """Form the process group. Return rank 0's args, rank, world size, and rank 0's checkpoint."""
+    """Connect all processes. Return rank 0's args, rank, world size, and rank 0's checkpoint.
+
+    Without a checkpoint, it is {}. Only rank 0 needs the file, and ends the run if it is unusable.
+    """
     rank, _, world_size = setup_environment()
-    # Before the group is formed: if rank 0 fails, the launcher ends the others
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
     of_rank_0 = [args, checkpoint]
-    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    args, checkpoint = of_rank_0  # on all ranks
+    dist.broadcast_object_list(of_rank_0)
+    args, checkpoint = of_rank_0
     return args, rank, world_size, checkpoint
 
 
-# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
     """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
     env = os.environ
@@ -206,28 +178,12 @@ def setup_environment():
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
-def choose_global_batch(args, checkpoint, samples, world_size):
-    """Return the samples of a step. A run keeps those of its first start on any world size."""
-    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
-    global_batch = min(args.global_batch or default, samples)
-    if global_batch < world_size:
-        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
-    return global_batch
-
-
-def close_group():
-    """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
-    dist.barrier()
-    time.sleep(0.5)  # gloo's threads may still work (pytorch#154976): a hang or an abort without it
-    dist.destroy_process_group()
-
-
-def catch_signals():
+def collect_signals():
     """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
     signals = []
 
     def handler(signum, frame):
-        log("signal received: stopping within a few steps, or after this evaluation")
+        log("signal received: stopping at the end of this epoch")
         signals.append(signum)
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -236,73 +192,29 @@ def catch_signals():
     return signals
 
 
-def tensors_of(saved):
-    """Return the weights and BatchNorm's running statistics of all models in saved, by name."""
-    return {f"{key}.{name}": tensor
-            for key, model in saved.items() if isinstance(model, nn.Module)
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-            if isinstance(tensor, nn.Parameter) or "running" in name}
+def check_model(model):
+    """Exit unless the weights are finite, and equal on all processes, before they are saved.
 
-
-def check_finite(saved):
-    """Exit unless the weights and running statistics of all models are finite."""
-    for name, tensor in tensors_of(saved).items():
-        if not tensor.isfinite().all():
-            sys.exit(f"error: {name} is not finite: use a lower --lr (and another --checkpoint), "
-                     "or data without NaN and huge values")
-
-
-def check_weights(saved):
-    """Exit unless all models have the same weights on all ranks, as averaged gradients leave them.
-
-    Only their norms are compared: weights that are kept at norm 1 may differ without an error.
+    The usual mistake is to call model(x), not ddp_model(x): each process then trains a model of its
+    own, without an error.
     """
-    norms = {name: tensor.detach().double().norm().item()
-             for name, tensor in tensors_of(saved).items() if isinstance(tensor, nn.Parameter)}
+    norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
-    norm_of_all = math.hypot(*norms.values())
-    for name in norms:
-        of_this = [other[name] for other in of_ranks if name in other]
-        rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
-        if max(of_this) - min(of_this) > rounding:
-            sys.exit(f"error: {name} differs between the ranks: call ddp_model(...), and in the "
-                     "loss model(...), no method of it; each model needs its DDP; set "
-                     "requires_grad in build_model; update averages on all ranks")
+    if not norms.isfinite().all():
+        sys.exit("error: weights are not finite: use a lower --lr (and another --checkpoint), or "
+                 "data without NaN and huge values")
+    if not all(torch.allclose(norms, others) for others in of_ranks):
+        sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 
 
-def different(settings, others):
-    """Return the names of the settings that have another value. A missing one is None."""
-    return [name for name in {**settings, **others}
-            if settings.get(name) != others.get(name)
-            and str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
-
-
-def run_settings(args, **more):
-    """Return what defines the run: the flags but for MAY_CHANGE, and more. Exit if ranks differ."""
-    settings = {**vars(args), **more}
-    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, settings)
-    names = sorted({name for others in of_ranks for name in different(settings, others)})
-    if names:
-        sys.exit(f"error: the ranks have different data ({', '.join(names)}): sort what comes from "
-                 "a set or a folder, and seed what is random (or name them in MAY_CHANGE)")
-    return settings
-
-
-def save_checkpoint(path, saved, settings, step):
+def save(checkpoint, path):
     """Replace the file at path: at any moment, it is the old one or the new one."""
-    check_finite(saved)
-    states = {name: item.state_dict() for name, item in saved.items()}
-    temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
-    with open(temporary, "wb") as file:
-        torch.save({**states, "settings": settings, "step": step}, file)
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    log(f"saved step {step} in {path}")
+    os.replace(f"{path}.tmp", path)
 
 
 def load_checkpoint(path):
@@ -314,19 +226,11 @@ def load_checkpoint(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def restore(checkpoint, settings, saved):
-    """Load the checkpoint, if any, into the items of saved. Return its step, or 0."""
-    if not checkpoint:
-        return 0
-    before = checkpoint["settings"]
-    changes = [f"{name} {before.get(name)}, not {settings.get(name)}"
-               for name in different(before, settings)]
-    if changes:
-        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): "
-                 "name another --checkpoint")
-    for name, item in saved.items():
-        item.load_state_dict(checkpoint[name])
-    return checkpoint["step"]
+def close_group():
+    """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
+    dist.barrier()
+    time.sleep(0.5)  # gloo's threads may still work (pytorch#154976): a hang or an abort without it
+    dist.destroy_process_group()
 
 
 def log(message):

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: MIT-0
-"""Train a small MLP on synthetic data with DistributedDataParallel (DDP), or measure a cluster.
+"""The script to copy first: train a model with DistributedDataParallel (DDP), a process per GPU.
 
-    python train.py                          # one process, on a GPU or the CPU
-    torchrun --standalone --nproc-per-node=2 train.py
+    python train.py                                       # one process, on a GPU or the CPU
+    torchrun --standalone --nproc-per-node=4 train.py     # four GPUs of this machine, or CPU cores
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
-    torchrun --standalone --nproc-per-node=4 train.py --model resnet50 --batch-size 64
 
-With --model NAME, nothing is trained: it measures training steps of that classifier of torchvision
-on random images. The communication overhead is the part of a step's time that is saved when the
-gradients are not exchanged.
+Type the third command on each of the two machines. Each process runs this whole file. All begin
+with the same weights, and each computes the gradient of its share of every batch. backward()
+averages the gradients of all processes, so all make the same step, and their weights stay equal.
+The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
 
-Nothing is saved. To train your own model, start from fashionmnist_ddp or cifar10_ddp, whose runs
-can be stopped and resumed.
+All processes must make the same calls of ddp_model(...), backward() and dist.all_reduce(...): below
+"if rank == 0", such a call would wait for the others for ever.
+
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. SIGTERM or Ctrl-C
+stop all processes at the end of the epoch, and save. If an epoch takes more than 20 s, copy
+cifar10_ddp/train.py, which stops after any step. FILE.best has the weights with the best test loss.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple
 nodes with Pytorch DDP".
@@ -20,9 +24,9 @@ nodes with Pytorch DDP".
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import re
-import resource
 import signal
 import sys
 import time
@@ -30,13 +34,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torchvision import models
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 
+# ---- Flags, data, model, optimizer, loss: edit these for your own training. ----
 def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
@@ -45,191 +51,215 @@ def parse_args(flags=None):
     parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
     parser.add_argument("--lr", type=float, default=0.01, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
-    parser.add_argument("--model", choices=models.list_models(module=models), metavar="NAME",
-                        help="measure this classifier of torchvision.models, such as resnet50")
-    parser.add_argument("--image-size", type=int, default=224, metavar="PIXELS",
-                        help="with --model: height and width")
-    parser.add_argument("--steps", type=int, default=20, help="with --model: after 5 to warm up")
+    parser.add_argument("--workers", type=int, default=2, help="loader processes of each process")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
+    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     return parser.parse_args(flags)
 
 
-# ---- Model and data ----
-def build_model():
+def load_data(args):
+    """Return the training set and the test set: any data sets of pairs (input (10,), label).
+
+    The label says which of three linear functions of the input is the largest.
+
+    All processes must return the same samples in the same order: sort what os.listdir() or a set
+    returns, and seed numpy. (torch is seeded.) Download files before: all processes call this.
+    """
+    tests = max(1, args.samples // 4)
+    inputs = torch.randn(args.samples + tests, 10)
+    labels = F.linear(inputs, torch.randn(3, 10)).argmax(1)
+    return (TensorDataset(inputs[tests:], labels[tests:]),
+            TensorDataset(inputs[:tests], labels[:tests]))
+
+
+def build_model(args):
     """Return an MLP: inputs (N, 10) to logits (N, 3)."""
     return nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def load_data(args):
-    """Return the training set and the test set: inputs (N, 10), labels (N,).
+def build_optimizer(args, model):
+    """Return the optimizer, and its scheduler, which makes a step after each epoch.
 
-    The label says which of three linear functions of the inputs is the largest.
+    With N processes, a step has N times as many samples, and an epoch N times fewer steps. With
+    SGD, it is usual to multiply the learning rate by N; with Adam, by less.
     """
-    generator = torch.Generator().manual_seed(args.seed)  # the same data on every rank
-    functions = torch.randn(3, 10, generator=generator)
-    sets = []
-    for samples, seed in ((args.samples, 2 * args.seed + 2),
-                          (max(1, args.samples // 4), 2 * args.seed + 1)):
-        generator.manual_seed(seed)
-        inputs = torch.randn(samples, 10, generator=generator)
-        sets.append((inputs, F.linear(inputs, functions).argmax(1)))
-    return sets
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
 
 
-def loss_and_correct(model, inputs, labels):
-    """Return the sum of the samples' losses, and how many are classified correctly, as tensors."""
+def loss_and_counts(args, model, inputs, labels):
+    """Return the mean loss of the samples, and how many are classified correctly, as tensors.
+
+    Counts may have any shape: they are added up over all batches and processes, for metrics().
+    """
     logits = model(inputs)
-    loss = F.cross_entropy(logits, labels, reduction="sum")
-    return loss, (logits.argmax(1) == labels).sum()
+    return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).sum()
 
 
-# ---- Process group ----
+def metrics(counts, samples):
+    """Return what the log shows beside the loss, by name. counts: those of so many samples."""
+    return {"accuracy": counts / samples}
+
+
+def build_loader(args, data, device, batch_size, **options):
+    """Return a DataLoader. Its processes start anew, and newly seeded, in each epoch."""
+    # With "spawn" or "forkserver", they would import PyTorch first
+    context = "fork" if args.workers and sys.platform == "linux" else None
+    return DataLoader(data, batch_size, num_workers=args.workers, multiprocessing_context=context,
+                      worker_init_fn=ignore_signals, timeout=args.timeout if args.workers else 0,
+                      pin_memory=device.type == "cuda", **options)
+
+
+# ---- Training ----
+@record  # torchrun then reports the exception of the process that fails first
+def train(args):
+    # DDP: connect the processes. All use the flags and the checkpoint of rank 0
+    args, rank, world_size, device, checkpoint = form_group(args)
+
+    torch.manual_seed(args.seed)  # DDP: all processes draw the same data
+    train_set, test_set = load_data(args)
+    model = build_model(args).to(device)
+    optimizer, scheduler = build_optimizer(args, model)
+    saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    # A resume may not change these: optimizer and scheduler keep their rates and number of epochs
+    run = {"epochs": args.epochs, "lr": args.lr, "seed": args.seed, "samples": len(train_set)}
+    epochs_done = 0
+    best_loss = math.inf
+    global_batch = args.batch_size * world_size  # DDP: the samples of a step of all processes
+    if checkpoint:
+        if checkpoint.get("run") != run:
+            sys.exit(f"error: the checkpoint is from a run with {checkpoint.get('run')}, this one "
+                     f"has {run}: use the same flags, or another --checkpoint")
+        for name, item in saved.items():
+            item.load_state_dict(checkpoint[name])
+        epochs_done = checkpoint["epochs_done"]
+        best_loss = checkpoint["best_loss"]
+        global_batch = checkpoint["global_batch"]  # DDP: on fewer processes, shares are larger
+    if global_batch % world_size or global_batch > len(train_set):
+        sys.exit(f"error: a step takes {global_batch} of {len(train_set)} samples, in equal shares "
+                 f"for {world_size} processes: start fewer, or use a smaller --batch-size")
+    # DDP: from here on, backward() averages the gradients of all processes
+    ddp_model = DDP(model) if world_size > 1 else model
+
+    # DDP: rank 1 of 4 takes the samples 1, 5, 9, ... of an epoch's order, which is that of seed +
+    # epoch: times 1000, so that other values of --seed have other orders
+    sampler = DistributedSampler(train_set, world_size, rank, seed=1000 * args.seed, drop_last=True)
+    loader = build_loader(args, train_set, device, global_batch // world_size, sampler=sampler,
+                          drop_last=True)  # an epoch leaves out what fills no step, at random
+    # DDP: each test sample once. DistributedSampler would repeat some, to make shares equal
+    test_share = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = build_loader(args, test_share, device, args.batch_size)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    log(f"world size {world_size} x {global_batch // world_size} = {global_batch} of "
+        f"{len(train_set)} samples in a step, on {device.type} | "
+        f"learning rate {optimizer.param_groups[0]['lr']:.3g} | torch {torch.__version__}"
+        + (f" | resumed after epoch {epochs_done}" if checkpoint else "")
+        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
+
+    signals = collect_signals()
+    for epoch in range(epochs_done, args.epochs):
+        start = time.perf_counter()
+        sampler.set_epoch(epoch)  # DDP: another order in each epoch, the same in all processes
+        # DDP: other random numbers in each process, for dropout. Seeded anew, so that a resumed run
+        # draws the same. (hash() of numbers is always the same)
+        torch.manual_seed(hash((args.seed, epoch, rank)))
+        model.train()
+        loss_sum = counts = samples = 0  # of this process
+        for batch in loader:
+            batch = [tensor.to(device, non_blocking=True) for tensor in batch]
+            optimizer.zero_grad()
+            with autocast:
+                loss, batch_counts = loss_and_counts(args, ddp_model, *batch)
+            loss.backward()  # DDP: averages the gradients of all processes
+            optimizer.step()
+            loss_sum += len(batch[0]) * loss.detach().double()  # tensors: no waiting for the GPU
+            counts += batch_counts.detach().double()
+            samples += len(batch[0])
+        results = results_of(*sum_over_ranks(loss_sum, counts, samples))
+        seconds = time.perf_counter() - start
+        with autocast:
+            test_results = evaluate(args, model, test_loader, device)
+        scheduler.step()
+        log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  test {show(test_results)}  "
+            f"{len(loader) * global_batch / seconds:,.0f} samples/s")
+
+        check_model(model)
+        # DDP: if one process that has received a signal stopped alone, the others would wait for it
+        [stop] = sum_over_ranks(len(signals))
+        if rank == 0 and args.checkpoint:
+            loss = (test_results or results)["loss"]  # without test samples, the training loss
+            states = {name: item.state_dict() for name, item in saved.items()}
+            states.update(run=run, epochs_done=epoch + 1, best_loss=min(best_loss, loss),
+                          global_batch=global_batch)
+            if loss < best_loss:
+                best_loss = loss
+                save(states, f"{args.checkpoint}.best")
+            save(states, args.checkpoint)
+        if stop and epoch + 1 < args.epochs:
+            close_group()
+            sys.exit(f"stopped by a signal after epoch {epoch + 1}" if rank == 0 else 1)
+    close_group()
+
+
+def evaluate(args, model, batches, device):
+    """Return the loss and the metrics of all processes' samples. batches: those of this one."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)  # DDP: BatchNorm's averages are of each process's own samples
+    model.eval()
+    loss_sum = counts = samples = 0
+    with torch.no_grad():
+        for batch in batches:
+            batch = [tensor.to(device, non_blocking=True) for tensor in batch]
+            loss, batch_counts = loss_and_counts(args, model, *batch)
+            loss_sum += len(batch[0]) * loss.double()
+            counts += batch_counts.double()
+            samples += len(batch[0])
+    return results_of(*sum_over_ranks(loss_sum, counts, samples))
+
+
+def sum_over_ranks(*sums):
+    """Return each of the sums, added up over all ranks. A rank that has no samples adds zeros."""
+    own = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)  # not all_reduce: such a rank has counts of no shape
+    return [sum(values) for values in zip(*of_ranks)]
+
+
+def results_of(loss_sum, counts, samples):
+    """Return the mean loss and the metrics, by name, as floats. Without samples, there are none."""
+    if not samples:
+        return {}
+    means = {"loss": loss_sum / samples, **metrics(counts, samples)}
+    return {name: float(value) for name, value in means.items()}
+
+
+def show(results):
+    """Return results as text, for the log."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in results.items()) or "no samples"
+
+
+# ---- You need not read the rest to use or edit this file: it connects, stops and saves. ----
 def form_group(args):
-    """Form the process group. Return rank 0's args, and this process's rank, world size, device."""
+    """Connect all processes. Return rank 0's args, rank, world size, device, rank 0's checkpoint.
+
+    Without a checkpoint, it is {}. Only rank 0 needs the file, and ends the run if it is unusable.
+    """
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
-    configure(device)
-    set_threads()
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
                             device_id=device if cuda else None, world_size=world_size,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args]
+    of_rank_0 = [args, checkpoint]
     dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    return of_rank_0[0], rank, world_size, device
-
-
-# ---- Training ----
-@record  # torchrun then reports the exception of the rank that fails first
-def train(args):
-    args, rank, world_size, device = form_group(args)
-    train_set, test_set = load_data(args)
-    x, y = (tensor.to(device) for tensor in train_set)
-    test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
-    global_batch = args.batch_size * world_size
-    steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
-    total_steps = args.epochs * steps_per_epoch
-    if total_steps == 0:
-        sys.exit(f"error: {len(x)} samples do not fill a step of {global_batch}: raise --samples")
-
-    torch.manual_seed(args.seed)
-    model = build_model().to(device)
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
-        f"torch {torch.__version__} | global batch {global_batch} of {len(x)} samples")
-
-    for epoch in range(args.epochs):
-        start = time.perf_counter()
-        loss_sum = correct_sum = 0  # of this process
-        shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))  # equal on all ranks
-        order = torch.randperm(len(x), generator=shuffle).to(device)
-        for batch in order.split(global_batch)[:steps_per_epoch]:
-            indices = batch[rank::world_size]  # the share of this process
-            optimizer.zero_grad()
-            with autocast:
-                loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])
-            (loss / args.batch_size).backward()  # DDP averages the gradients of all processes
-            optimizer.step()
-            schedule.step()
-            loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
-            correct_sum += correct.detach()
-        count = steps_per_epoch * args.batch_size
-        loss, accuracy = mean_of_all_ranks([loss_sum, correct_sum], count, device)
-        seconds = time.perf_counter() - start
-        with autocast:
-            test_loss, test_accuracy = evaluate(model, zip(test_x, test_y), device)
-        log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
-            f"test loss {test_loss:.4f}  accuracy {test_accuracy:.4f}  "
-            f"{steps_per_epoch * global_batch / seconds:,.0f} samples/s")
-    close_group()
-
-
-# ---- Measurement ----
-@record
-def measure(args):
-    """Log images/s, step time, the part of it that the exchange of gradients takes, and memory."""
-    args, _, world_size, device = form_group(args)
-    model = models.get_model(args.model)
-    model.to(device, memory_format=torch.channels_last)
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
-    images = images.to(device, memory_format=torch.channels_last)
-    labels = torch.randint(1000, (args.batch_size,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
-
-    def time_step(network):
-        """Return the seconds of a training step. Only ddp_model exchanges gradients."""
-        dist.barrier()
-        start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            loss = F.cross_entropy(network(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for _ in range(5):
-        time_step(ddp_model)
-    seconds = [[time_step(ddp_model), time_step(model)] for _ in range(args.steps)]
-    seconds = torch.tensor(seconds, device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # a step takes as long as that of the slowest rank
-    step, step_alone = seconds.median(0).values.tolist()
-    log(f"{args.model} | world size {world_size} on {device.type}, "
-        f"threads {torch.get_num_threads()} | torch {torch.__version__} | "
-        f"{args.batch_size} images of {args.image_size} pixels per process")
-    log(f"{world_size * args.batch_size / step:,.1f} images/s  step {1000 * step:.1f} ms, "
-        f"without exchange {1000 * step_alone:.1f} ms  "
-        f"communication overhead {100 * (1 - step_alone / step):.1f} %  "
-        f"gradients {sum(parameter.nbytes for parameter in model.parameters()) / 1e6:.1f} MB  "
-        f"peak memory of rank 0 {peak_memory(device) / 1e6:,.0f} MB")
-    close_group()
-
-
-def peak_memory(device):
-    """Return the most bytes that tensors have used on this GPU, or this process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # elsewhere in KiB
-
-
-def main():
-    args = parse_args()
-    if args.model:
-        measure(args)
-    else:
-        train(args)
-
-
-# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
-def evaluate(model, batches, device):
-    """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
-    if dist.get_world_size() > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
-    frozen = [module for module in model.modules() if not module.training]
-    model.eval()
-    loss_sum = correct_sum = count = 0
-    with torch.no_grad():
-        for batch in batches:
-            # Copies: a loss function may change its batch, and these are used in each epoch
-            batch = [tensor.to(device, copy=True) for tensor in batch]
-            loss, correct = loss_and_correct(model, *batch)
-            loss_sum += loss.double()
-            correct_sum += correct.double()
-            count += len(batch[0])
-    model.train()  # some layers (LoRA) undo in it what they did in eval(). It wakes frozen ones
-    for module in frozen:
-        module.training = False
-    return mean_of_all_ranks([loss_sum, correct_sum], count, device)
+    args, checkpoint = of_rank_0
+    return args, rank, world_size, device, checkpoint
 
 
 def setup_environment():
@@ -261,35 +291,58 @@ def pick_device(local_rank):
     return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
 
-def configure(device):
-    """Use this GPU, or the CPU, at its fastest."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
-        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+def ignore_signals(worker):
+    """Slurm and Ctrl-C signal all processes, but training needs images until it has saved."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
 
 
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+def collect_signals():
+    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
+    signals = []
+
+    def handler(signum, frame):
+        log("signal received: stopping at the end of this epoch")
+        signals.append(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
+    return signals
 
 
-def set_threads():
-    """Use a thread for each core of this process: torchrun sets OMP_NUM_THREADS=1."""
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(cores_per_process())
+def check_model(model):
+    """Exit unless the weights are finite, and equal on all processes, before they are saved.
+
+    The usual mistake is to call model(x), not ddp_model(x): each process then trains a model of its
+    own, without an error.
+    """
+    norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, norms)
+    if not norms.isfinite().all():
+        sys.exit("error: weights are not finite: use a lower --lr (and another --checkpoint), or "
+                 "data without NaN and huge values")
+    if not all(torch.allclose(norms, others) for others in of_ranks):
+        sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 
 
-def mean_of_all_ranks(sums, count, device):
-    """Return each sum of all ranks, divided by their count."""
-    totals = torch.tensor([*sums, count], dtype=torch.float64, device=device)
-    dist.all_reduce(totals)
-    return (totals[:-1] / totals[-1]).tolist()
+def save(checkpoint, path):
+    """Replace the file at path: at any moment, it is the old one or the new one."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def load_checkpoint(path):
+    """Return the checkpoint at path, {} if there is none."""
+    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
+    if not path or not os.path.exists(path):
+        return {}
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def close_group():
@@ -305,6 +358,15 @@ def log(message):
         # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
+
+
+def main():
+    try:
+        train(parse_args())
+    finally:  # multiprocessing would wait for the loader's processes, which ignore SIGTERM
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
+        for process in mp.active_children():
+            process.kill()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,14 @@ def load_checkpoint(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def progress(path):
+    """Return the place that a checkpoint was saved at: "step 3", or "epoch 1" of a small script."""
+    checkpoint = load_checkpoint(path)
+    if "epochs_done" in checkpoint:
+        return f"epoch {checkpoint['epochs_done']}"
+    return f"step {checkpoint['step']}"
+
+
 def difference(one, other):
     """Return the largest difference between the weights of two checkpoints (paths).
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoints import load_checkpoint
+from checkpoints import progress
 from launchers import clean_environment, free_port
 from scripts import load_script
 from torch.multiprocessing.spawn import ProcessException
@@ -113,7 +113,8 @@ def train_to_end(script, *flags, nproc=1, **options):
 def train_until(script, *flags, nproc, after, setup=lambda module, rank: None):
     """Train until a signal stops the run after this step, or the one before. Return the step.
 
-    The last flag is the checkpoint.
+    A small script stops at the end of the epoch: its number is returned. The last flag is the
+    checkpoint.
     """
     def setup_and_stop(module, rank):
         setup(module, rank)
@@ -124,7 +125,10 @@ def train_until(script, *flags, nproc, after, setup=lambda module, rank: None):
     end = train_forked(script, *flags, nproc=nproc, setup=setup_and_stop)
     assert Path(flags[-1]).exists(), (
         f"a signal before step {after} must stop and save: {end.statuses}\n{end.text}")
-    step = load_checkpoint(flags[-1])["step"]
+    kind, number = progress(flags[-1]).split()
+    if kind == "epoch":
+        return int(number)
+    step = int(number)
     assert after - 1 <= step <= after, (
         f"a signal before step {after} has stopped the run after step {step}\n{end.text}")
     return step

@@ -33,7 +33,7 @@ class Recorder:
         self.rates = []  # for each step, the learning rates of the optimizer's groups
         self.evaluations = []  # for each evaluation, its list of Parts
         self.parts = []  # of this step
-        name = "loss_of" if hasattr(module, "loss_of") else "loss_and_correct"
+        name = loss_name(module)
         loss_function = getattr(module, name)
         setattr(module, name, lambda *arguments: self.call_loss(loss_function, *arguments))
         if hasattr(module, "evaluate"):
@@ -41,7 +41,9 @@ class Recorder:
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
 
-    def call_loss(self, loss_function, model, *batch):
+    def call_loss(self, loss_function, *arguments):
+        means = not isinstance(arguments[0], nn.Module)  # but for mnist_dp, which has no args here
+        before, (model, *batch) = arguments[:means], arguments[means:]
         outputs = []
         seed = torch.initial_seed()
         hook = model.register_forward_hook(lambda _, arguments, output: outputs.append(output))
@@ -50,9 +52,10 @@ class Recorder:
             plain = model.module if isinstance(model, DistributedDataParallel) else model
             plain = copy.deepcopy(plain)  # its BatchNorm counts this call, too
             with torch.random.fork_rng(devices=[]):
-                loss = first(loss_function(plain, *batch))
+                loss = first(loss_function(*before, plain, *batch))
+                loss = loss * len(batch[0]) if means else loss
             gradient = flat(torch.autograd.grad(loss, list(plain.parameters())))
-        result = loss_function(model, *batch)
+        result = loss_function(*arguments)
         hook.remove()
         parts = self.parts if model.training else self.evaluations[-1]
         batch = [tensor.clone() for tensor in batch]
@@ -69,6 +72,12 @@ class Recorder:
         assert self.parts, f"step {number}: the model is not in training mode, or is not called"
         self.steps.append(self.parts)
         self.parts = []
+
+
+def loss_name(module):
+    """Return the name of the script's loss function."""
+    names = ("loss_of", "loss_and_counts", "loss_and_correct")
+    return next(name for name in names if hasattr(module, name))
 
 
 def first(result):

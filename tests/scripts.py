@@ -18,7 +18,7 @@ class Script(NamedTuple):
     data_flag: str = "--fake-data"  # takes the number of generated samples
     several_processes: bool = True
     has_test_set: bool = True
-    has_checkpoint: bool = True  # saves, stops by signals, resumes; takes --log-every
+    saves: str = "step"  # saves, stops by signals and resumes after any step, or after an "epoch"
     no_children: tuple[str, ...] = ()  # flags with which it starts no processes of its own
 
 
@@ -30,6 +30,7 @@ SCRIPTS = {
         smoke_runs=(("python", 1), ("torchrun", 2)),
         data_flag="--samples",
         has_test_set=False,
+        saves="epoch",
     ),
     "mnist_dp": Script(
         learn=("--fake-data", "--lr", "2e-3"),
@@ -37,7 +38,7 @@ SCRIPTS = {
         least_accuracy=0.7,
         smoke_runs=(("python", 1),),
         several_processes=False,
-        has_checkpoint=False,
+        saves="",
     ),
     "cifar10_ddp": Script(
         learn=("--fake-data", "384", "--lr", "0.3"),
@@ -58,11 +59,14 @@ SCRIPTS = {
         least_accuracy=0.85,
         smoke_runs=(("torchrun", 2),),
         data_flag="--samples",
-        has_checkpoint=False,
+        saves="epoch",
+        no_children=("--workers", "0"),
     ),
 }
 DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.several_processes]
-CHECKPOINT_SCRIPTS = [name for name, script in SCRIPTS.items() if script.has_checkpoint]
+CHECKPOINT_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves]
+STEP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves == "step"]
+EPOCH_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves == "epoch"]
 
 
 def script_path(script):

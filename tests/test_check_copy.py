@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401  once: each process would import it with its first optimizer
 from copies import make_copy
-from scripts import CHECKPOINT_SCRIPTS, ROOT, SCRIPTS, script_path
+from scripts import ROOT, SCRIPTS, STEP_SCRIPTS, script_path
 
 FLAGS = {"cifar10_ddp": ["--fake-data", "--model", "shufflenet_v2_x0_5", "--image-size", "32"],
-         "fashionmnist_ddp": ["--fake-data"], "cpu_ddp": []}
+         "fashionmnist_ddp": ["--fake-data"]}
 
 
 class Forked:
@@ -63,7 +63,7 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_a_script_as_it_is_passes(script):
     make_copy(script, "my.py")
     status, text = check("my.py", *FLAGS[script])
@@ -273,16 +273,6 @@ def transforms(args, train_set):
             (STEPS, ('instead of "order = torch.randperm("', "order = torch.randperm(images)")),
         "a loader that begins again": (RESUMES, ('instead of "keys = batch_keys(args, images,"', """
             keys = batch_keys(args, images, global_batch, 0, parts, rank, world_size)""")),
-    },
-    "cpu_ddp": {
-        "a mean": (SUMS, above("""
-def loss_of(model, inputs, targets):
-    return F.mse_loss(model(inputs), targets)
-""")),
-        "an optimizer that is not saved": (RESUMES, above("""
-def build_optimizer(args, model):
-    return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-"""), ('instead of "saved = {"', 'saved = {"model": model}')),
     },
 }
 

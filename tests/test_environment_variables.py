@@ -14,7 +14,7 @@ from copies import make_copy
 from forked import train_to_end
 from launchers import run
 from recorder import use_small_model
-from scripts import DDP_SCRIPTS, SCRIPTS, load_script
+from scripts import SCRIPTS, STEP_SCRIPTS, load_script
 
 module = load_script("fashionmnist_ddp")
 
@@ -50,11 +50,8 @@ def test_processes_share_the_cores(environ, monkeypatch, processes, omp, expecte
     assert threads[-1] == expected, f"{why}: {threads[-1]} threads, not {expected}"
 
 
-@pytest.mark.parametrize("script, flags", [
-    *[(script, (SCRIPTS[script].data_flag, 64, "--epochs", 1, *SCRIPTS[script].no_children))
-      for script in DDP_SCRIPTS if script != "cpu_ddp"],  # whose steps are too short to be shared
-    ("synthetic_ddp", ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 1))])
-def test_each_script_shares_the_cores(script, flags):
+@pytest.mark.parametrize("script", STEP_SCRIPTS)  # the steps of others are too short
+def test_each_script_shares_the_cores(script):
     """With a second process on this machine, of 8 cores."""
     def setup(script_module, rank):
         use_small_model(script_module)
@@ -64,7 +61,8 @@ def test_each_script_shares_the_cores(script, flags):
         torch.set_num_threads = threads.append
         return threads
 
-    (threads,) = train_to_end(script, *flags, setup=setup).results
+    (threads,) = train_to_end(script, SCRIPTS[script].data_flag, 64, "--epochs", 1,
+                              *SCRIPTS[script].no_children, setup=setup).results
     assert threads == [4], f"{script} with 4 cores sets numbers of threads: {threads}"
 
 

@@ -17,13 +17,13 @@ EVERYWHERE = {"seed": 0}
 DDP = {**EVERYWHERE, "timeout": 600}
 SAVED = {**DDP, "save_every": 5, "log_every": 5}
 DEFAULTS = {
-    "cpu_ddp": {**SAVED, "epochs": 50, "batch_size": 32, "samples": 2048, "lr": 0.02},
+    "cpu_ddp": {**DDP, "epochs": 50, "batch_size": 32, "samples": 2048, "lr": 0.02},
     "mnist_dp": {**EVERYWHERE, "epochs": 5, "batch_size": 128, "lr": 1e-3, "data_dir": "data"},
     "cifar10_ddp": {**SAVED, "epochs": 30, "batch_size": 128, "model": "resnet18", "lr": 0.2,
                     "data_dir": "data"},
     "fashionmnist_ddp": {**SAVED, "epochs": 5, "batch_size": 64, "lr": 3e-3, "data_dir": "data"},
     "synthetic_ddp": {**DDP, "epochs": 10, "batch_size": 32, "samples": 2048, "lr": 0.01,
-                      "image_size": 224, "steps": 20},
+                      "workers": 2},
 }
 MAY_DIFFER = {"image_size", "workers"}  # by model and machine
 
@@ -89,8 +89,8 @@ MISTAKES = {  # script, flags, what the error line names; {folder} is empty
     "a folder and generated images": ("cifar10_ddp", "--image-folder a --fake-data", "not allowed"),
     "several processes of mnist_dp": ("mnist_dp", "--fake-data", "cifar10_ddp", 2),
     "no folder for checkpoints": ("cpu_ddp", "--checkpoint {folder}/absent/run", "absent/run"),
-    "more processes than samples": ("cpu_ddp", "--samples 2", "fewer", 3),
-    "samples that fill no step": ("synthetic_ddp", "--samples 31", "--samples"),
+    "samples that fill no step of cpu_ddp": ("cpu_ddp", "--samples 2", "--batch-size", 3),
+    "samples that fill no step": ("synthetic_ddp", "--samples 31", "--batch-size"),
     "weights that diverge": ("cpu_ddp", "--lr 1e18 --checkpoint {folder}/run", "--lr", 2),
 }
 
@@ -111,7 +111,7 @@ def test_a_mistake_is_an_error_line(name, tmp_path):
 
 def test_torchrun_names_the_rank_that_failed_and_its_error(tmp_path):
     copy = make_copy("cpu_ddp", tmp_path / "train.py", (
-        'after "step += 1"', 'assert step < 3 or rank == 0, "broken on purpose"'))
+        'after "optimizer.step()"', 'assert epoch < 3 or rank == 0, "broken on purpose"'))
     status, text = run(copy, launcher="torchrun", nproc=2)
     assert status != 0, f"rank 1 raises an error, and torchrun ends with status 0\n{text}"
     report = text[text.rfind("Root Cause"):]

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import load_checkpoint
 from copies import make_copy
 from launchers import GPUS, run, start
-from scripts import SCRIPTS
+from scripts import ROOT, SCRIPTS
 
 if not GPUS:
     pytest.skip("requires a GPU", allow_module_level=True)
@@ -70,8 +70,9 @@ def test_data_parallel(flags, gpus):
 
 
 def test_measure():
-    text = run_on_gpus("synthetic_ddp", "--model", "resnet18", "--image-size", 64,
-                       "--batch-size", 4, "--steps", 5, launcher="torchrun", nproc=COUNT)
+    text = run_on_gpus(ROOT / "tests/measure_exchange.py", "--model", "resnet18",
+                       "--image-size", 64, "--batch-size", 4, "--steps", 5, launcher="torchrun",
+                       nproc=COUNT)
     assert f"world size {COUNT} on cuda" in text, f"{COUNT} processes, but:\n{text}"
     assert re.search(r"[1-9][\d,.]* images/s", text), f"no images/s are measured:\n{text}"
 

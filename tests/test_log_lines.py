@@ -1,7 +1,7 @@
 """What is printed is true: each number is computed a second time, from the model's outputs.
 
-5 epochs of 5 steps; in those with checkpoints, shares of 16 and 15 samples in two parts. A clock
-that the test owns makes a step take 2 seconds on rank 0 and 3 on rank 1. Runs with checkpoints are
+5 epochs of 5 steps; in the large scripts, shares of 16 and 15 samples in two parts. A clock that
+the test owns makes a step take 2 seconds on rank 0 and 3 on rank 1. Runs of the large scripts are
 resumed in the second epoch.
 """
 
@@ -18,16 +18,18 @@ import torch
 import torch.distributed as dist
 from forked import signal_after, train_forked, train_to_end, train_until, watch
 from recorder import record_small_model, use_small_model
-from scripts import CHECKPOINT_SCRIPTS, SCRIPTS
+from scripts import ROOT, SCRIPTS, STEP_SCRIPTS
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 SMOOTHING = {"cifar10_ddp": 0.1, "fashionmnist_ddp": 0.1}  # of labels, in training
 HEADERS = {
-    "cpu_ddp": "world size 2  threads 1  batch 31 of 164  steps {} to 25",
+    "cpu_ddp": ("world size 2 x 16 = 32 of 164 samples in a step | learning rate 0.1"
+                "  nothing is saved"),
     "mnist_dp": "GPUs none  threads 1  batch 32 of 164",
     "cifar10_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  10 classes  steps {} to 25",
     "fashionmnist_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  steps {} to 25",
-    "synthetic_ddp": "world size 2 on cpu  threads 1  batch 32 of 164",
+    "synthetic_ddp": ("world size 2 x 16 = 32 of 164 samples in a step, on cpu | learning rate 0.1"
+                      "  nothing is saved"),
 }
 
 
@@ -97,7 +99,7 @@ def assert_lines(script, text, expected):
             f"{script} prints numbers that are not true:\n{line}\nTrue:\n{right}")
 
 
-@pytest.mark.parametrize("script", CHECKPOINT_SCRIPTS)
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_each_line_of_a_resumed_run(script, tmp_path):
     """--log-every 4 are two steps of rank 0, and --save-every 0.1 are three.
 
@@ -109,8 +111,6 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
              "--save-every", 0.1, "--checkpoint", path]
     resumed = train_until(script, *flags, nproc=2, after=7, setup=with_clock)
     ranks, _, text = train_to_end(script, *flags, nproc=2, setup=with_slow_start)
-    unit = "samples" if script == "cpu_ddp" else "images"
-    has_test_set = SCRIPTS[script].has_test_set
     lines = [HEADERS[script].format(resumed)]
     saved = resumed - 2  # the first step takes as long as three
     for step in range(resumed + 1, 26):
@@ -119,25 +119,23 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
         if step > resumed + 1 and (step - resumed) % 2 == 1:
             wait = "wait 50 %  " if script == "cifar10_ddp" else ""
             lines.append(f"epoch {epoch}/5  step {step}/25  "
-                         f"{means(script, parts_of(ranks[:1], *steps))}  16 {unit}/s  {wait}"
+                         f"{means(script, parts_of(ranks[:1], *steps))}  16 images/s  {wait}"
                          f"{timedelta(seconds=2 * (25 - step))} left")
-        if step == saved + 3 or step % 5 == 0 and has_test_set:
+        if step == saved + 3 or step % 5 == 0:
             saved = step
             lines.append(f"saved step {step} in {path}")
         if step % 5 == 0:
             lines.append(f"epoch {epoch}/5  {means(script, parts_of(ranks, *steps))}")
-        if step % 5 == 0 and has_test_set:
             lines.append(f"epoch {epoch}/5  {means_of_test_set(script, ranks, epoch - 2)}  "
                          f"{2 * (steps[1] - steps[0]) + (6 if epoch == 2 else 0)}.0 s")
-    if not has_test_set:
-        lines.append(f"saved step 25 in {path}")  # at the end
     assert_lines(script, text, lines)
 
 
 @pytest.mark.parametrize("script, nproc, speed", [
-    ("mnist_dp", 1, "14 images"),  # 164 in 6 steps
-    ("synthetic_ddp", 2, "16 samples")])
-def test_each_line_of_a_script_without_checkpoints(script, nproc, speed):
+    ("mnist_dp", 1, "14 images/s"),  # 164 in 6 steps
+    ("cpu_ddp", 2, ""),
+    ("synthetic_ddp", 2, "16 samples/s")])
+def test_each_line_of_a_script_that_prints_one_an_epoch(script, nproc, speed):
     """Speed: in steps of 2 seconds."""
     ranks, _, text = train_to_end(script, *flags_of(script), "--batch-size", 32 // nproc,
                                      nproc=nproc, setup=with_clock)
@@ -145,8 +143,10 @@ def test_each_line_of_a_script_without_checkpoints(script, nproc, speed):
     lines = [HEADERS[script]]
     for epoch in range(5):
         parts = parts_of(ranks, epoch * steps, (epoch + 1) * steps)
-        lines.append(f"epoch {epoch + 1}/5  {means(script, parts)}  "
-                     f"{means_of_test_set(script, ranks, epoch)}  {speed}/s")
+        of_test_set = ""
+        if SCRIPTS[script].has_test_set:
+            of_test_set = means_of_test_set(script, ranks, epoch)
+        lines.append(f"epoch {epoch + 1}/5  {means(script, parts)}  {of_test_set}  {speed}")
     assert_lines(script, text, lines)
 
 
@@ -170,11 +170,12 @@ def test_a_line_that_the_terminal_cannot_show_does_not_end_the_run(tmp_path):
         sys.stdout = open(tmp_path / "log", "w", encoding="ascii")
 
     path = tmp_path / "\N{GREEK SMALL LETTER ALPHA}.pt"
-    train_to_end("cpu_ddp", "--samples", 64, "--epochs", 1, "--checkpoint", path, setup=setup)
+    train_to_end("fashionmnist_ddp", "--fake-data", 64, "--epochs", 1, "--checkpoint", path,
+                 setup=setup)
     assert path.exists(), "its name cannot be printed, and nothing is saved"
 
 
-def test_synthetic_ddp_measures_a_model():
+def test_measure_exchange():
     """Five warm-up steps, three with exchange of gradients and three without, on 2 ranks.
 
     Of the slowest rank, they take 4, 9, 5 seconds and 3, 2, 7: medians are 5 and 3.
@@ -198,8 +199,8 @@ def test_synthetic_ddp_measures_a_model():
         return gradients, events, inputs, types
 
     ranks, _, text = train_to_end(
-        "synthetic_ddp", "--model", "squeezenet1_1", "--image-size", 64, "--batch-size", 2,
-        "--steps", 3, "--bf16", nproc=2, setup=setup)
+        ROOT / "tests/measure_exchange.py", "--model", "squeezenet1_1", "--image-size", 64,
+        "--batch-size", 2, "--steps", 3, "--bf16", nproc=2, setup=setup)
     (one, events, (shape, *_), types), (other, *_) = ranks
     exchanged = [before == after for before, after in zip(one, other)][5:]
     assert exchanged == 3 * [True, False], (

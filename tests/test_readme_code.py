@@ -32,9 +32,9 @@ TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 # The Python blocks of a page, in order: name, and place in a copy of the script (see copies.py).
 BEFORE_RESTORE = 'before "step = restore("'
 BEFORE_STEP = 'before "optimizer.step()"'
-BEFORE_LAST_LINE = 'before "test loss {test_loss"'
-AFTER_LAST_LINE = 'after "test loss {test_loss"'
-IN_LOSS = 'before "return loss, (logits"'
+BEFORE_LAST_LINE = 'before "test {show(test)}"'
+AFTER_LAST_LINE = 'after "test {show(test)}"'
+IN_LOSS = 'before "return loss, "'
 AT_THE_END = 'after "if rank == 0 and args.checkpoint and step > saved_step"'
 CIFAR10 = "cifar10_ddp/README.md"
 MAKE_IT_YOURS = "fashionmnist_ddp/make-it-yours.md"
@@ -62,11 +62,12 @@ BLOCKS = {
         ("skipped steps", 'instead of "optimizer.step()"'),
         ("last layer first", BEFORE_STEP),
         ("compile", 'before "ddp_model = DDP"'),
+        ("F1", 'instead of "return loss, (logits"'),
+        ("F1", None),
         ("scores", None),
         ("scores", IN_LOSS),
         ("scores", BEFORE_LAST_LINE),
         ("predictions", BEFORE_LAST_LINE),
-        ("F1", BEFORE_LAST_LINE),
         ("AUC", BEFORE_LAST_LINE),
         ("average", BEFORE_RESTORE),
         ("average", 'after "optimizer.step()"'),
@@ -176,7 +177,7 @@ def test_blocks_about_classes_and_lines_of_the_text_pass_the_check_together(scri
     if script == "cifar10_ddp":
         Path("my.py").write_text(replace_all(Path("my.py").read_text(), {
             "fused=True": "fused=False",
-            "parts, rank, world_size)": "parts, rank, world_size, y)",
+            "own_parts, parts)": "own_parts, parts, y)",
             "    keys = batch_keys(": "    y = train_set.tensors[1]\n    keys = batch_keys("}))
     assert_check_passes(*CHECK_FLAGS[script])
 
@@ -290,14 +291,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(script):
         use_small_model(module)
         steps = []
         losses = []
-        loss_and_correct = module.loss_and_correct
+        loss_and_counts = module.loss_and_counts
 
-        def nan_in_the_second_step(model, *batch):
+        def nan_in_the_second_step(args, model, *batch):
             losses.append(model.training)
-            loss, correct = loss_and_correct(model, *batch)
-            return loss * (torch.nan if rank == 1 and len(losses) == 2 else 1), correct
+            loss, counts = loss_and_counts(args, model, *batch)
+            return loss * (torch.nan if rank == 1 and len(losses) == 2 else 1), counts
 
-        module.loss_and_correct = nan_in_the_second_step
+        module.loss_and_counts = nan_in_the_second_step
         register_optimizer_step_post_hook(lambda *_: steps.append(len(losses)))
         return steps
 
@@ -329,7 +330,7 @@ def test_the_last_layer_trains_alone_in_the_first_epochs(script, channels, last,
     def setup(module, rank):
         module.build_model = lambda *_: Layers(channels, last)
         states, norms = [], []
-        watch(module, "evaluate", lambda model, *_: states.append(
+        watch(module, "evaluate", lambda args, model, *_: states.append(
             {name: weights.detach().clone() for name, weights in model.named_parameters()}))
         register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(torch.cat(
             [weight.grad.flatten() for group in optimizer.param_groups
@@ -365,34 +366,34 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_original(tmp_path):
 
 
 class Scores:
-    """Evaluate to the norm of the weights and the accuracy that is given for the epoch, as numpy's.
+    """Evaluate to the accuracy that is given for the epoch; its negative is the loss.
 
     A setup for train_forked(), with the small model.
     """
 
     def __init__(self, accuracies):
-        self.accuracies = torch.tensor(accuracies).numpy()
+        self.accuracies = accuracies
 
     def __call__(self, module, rank):
         use_small_model(module)
         steps = []
         states = []  # the weights at each evaluation
 
-        def evaluate(model, *_):
+        def evaluate(args, model, *_):
             states.append({name: value.clone() for name, value in model.state_dict().items()})
-            norm = sum(parameter.double().norm().item() for parameter in model.parameters())
-            return norm, self.accuracies[steps[-1] // 6]
+            accuracy = self.accuracies[steps[-1] // 6]
+            return {"loss": -accuracy, "accuracy": accuracy}
 
-        watch(module, "learning_rate", lambda step, total_steps: steps.append(step))
+        watch(module, "learning_rate", lambda args, step, total_steps: steps.append(step))
         module.evaluate = evaluate
         return states
 
 
 @one_and_two
 @both_scripts
-@pytest.mark.parametrize("sign", ["", "-"])
-def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, sign):
-    """By an accuracy and, with the sign of the comment, by an error. All are worse than 0.
+@pytest.mark.parametrize("by", ['test["accuracy"]', '-test["loss"]'])
+def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, by):
+    """By the accuracy and, as the comment says, by the loss. All are worse than 0.
 
     Rank 0 takes its time to write the file.
     """
@@ -401,9 +402,9 @@ def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, sign):
         os.replace = lambda *paths: (time.sleep(0.3), replace(*paths))
         return Scores(accuracies)(module, rank)
 
-    accuracies, best_epoch = ([0.5, 0.3, 0.1], 2) if sign else ([-0.5, -0.1, -0.3], 1)
+    accuracies, best_epoch = [-0.5, -0.1, -0.3], 1
     flags = copy_with(script, "best weights", "last test", change=lambda code: code.replace(
-        "score = test_accuracy", f"score = {sign}test_accuracy"))
+        'score = test["accuracy"]', f"score = {by}"))
     flags = (*FLAGS, 3, "--global-batch", 16, "--checkpoint", "my.pt", *flags)
     end = train_to_end("my.py", *flags, nproc=nproc, setup=setup)
     best = load_checkpoint("my.pt.best")
@@ -413,16 +414,12 @@ def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, sign):
         assert_equal(states[3], states[best_epoch], f"rank {rank} in the last test: its model")
 
 
-@pytest.mark.parametrize("sign", ["", "-"])
 @both_scripts
-def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script, sign):
-    """By an accuracy and, with the sign of the comment, by an error."""
+def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
     accuracies = [0.5, 0.9, 0.7, 0.8, 0.9, 0.6, 0.9, 1.0, 1.0]  # the second epoch is the best
-    flags = copy_with(script, "best weights", "early stop", change=lambda code: code.replace(
-        "score = test_accuracy", f"score = {sign}test_accuracy"))
-    setup = Scores([-value if sign else value for value in accuracies])
+    flags = copy_with(script, "best weights", "early stop")
     text = train_to_end("my.py", *FLAGS, 9, *flags, "--checkpoint", "my.pt", nproc=2,
-                        setup=setup).text
+                        setup=Scores(accuracies)).text
     epochs = len(re.findall("test loss", text))
     assert epochs == 7, f"after five epochs that are not better, it must stop, not in {epochs}"
 
@@ -445,7 +442,7 @@ def test_f1_and_auc_are_those_of_the_test_images_of_all_ranks(script, nproc):
     flags = copy_with(script, "scores", "F1", "AUC")
     ranks, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=nproc, setup=setup)
     for evaluations, f1, auc in zip(zip(*(recorder.evaluations for recorder in ranks)),
-                                    re.findall(r"^F1 ([\d.]+)$", text, re.MULTILINE),
+                                    re.findall(r"test loss .*F1 ([\d.]+)", text),
                                     re.findall(r"^AUC ([\d.]+)$", text, re.MULTILINE),
                                     strict=True):
         parts = sum(evaluations, [])

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import pytest
+import torch
 import torch.nn.functional as F
 from checkpoints import load_checkpoint
 from launchers import run
@@ -21,9 +22,11 @@ def test_one_epoch(script, launcher, nproc, tmp_path):
     shutil.copy(script_path(script), tmp_path / "mine.py")
     flags = ["--epochs", 1, "--batch-size", details.batch_size, *details.learn]
     files = ["mine.py"]
-    if details.has_checkpoint:
+    if details.saves:
         flags += ["--checkpoint", "run.pt"]
         files += ["run.pt"]
+    if script == "synthetic_ddp":
+        files += ["run.pt.best"]
     status, text = run(tmp_path / "mine.py", *flags, launcher=launcher, nproc=nproc, cwd=tmp_path)
     assert status == 0, f"{script} ends with status {status}:\n{text}"
     found = sorted(os.listdir(tmp_path))
@@ -33,6 +36,7 @@ def test_one_epoch(script, launcher, nproc, tmp_path):
         assert header, f"{script} has not {nproc} processes:\n{text}"
     if script == "cpu_ddp":
         module = load_script(script)
+        torch.manual_seed(0)  # as train() does
         inputs, targets = module.load_data(module.parse_args([]))
         model = load_checkpoint(tmp_path / "run.pt")["model"]
         loss = F.mse_loss(F.linear(inputs, model["weight"], model["bias"]), targets)

@@ -13,14 +13,34 @@ from argparse import Namespace
 
 import pytest
 import torch.distributed as dist
-from checkpoints import assert_equal, load_checkpoint
+from checkpoints import assert_equal, progress
+from copies import make_copy
 from forked import at_step, signal_after, train_forked, train_to_end, watch
 from launchers import START, start, wait_until_gone
 from recorder import record_small_model, use_small_model
-from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
+from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, ROOT, SCRIPTS, STEP_SCRIPTS, load_script
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 TEST_SCRIPTS = [script for script in CHECKPOINT_SCRIPTS if SCRIPTS[script].has_test_set]
+# A model and data of a copy that draw random numbers
+RANDOM = """
+def build_model(args):
+    return nn.Sequential(nn.Linear(10, 5), nn.Dropout(0.2), nn.Linear(5, 3))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(10), label
+
+
+load_tensors = load_data
+
+
+def load_data(args):
+    train_set, test_set = load_tensors(args)
+    return Noisy(*train_set.tensors), test_set
+"""
 MORE_FLAGS = {"cifar10_ddp": ("--model", "mnasnet0_5", "--image-size", 32)}  # BatchNorm, dropout
 
 
@@ -38,10 +58,10 @@ def train_two(script, checkpoint, *flags, disturb=lambda module, rank: None, che
         at_step(steps.append)
         return steps
 
+    more = ("--log-every", 3600) if script in STEP_SCRIPTS else ()
     end = train_forked(script, SCRIPTS[script].data_flag, 72, *MORE_FLAGS.get(script, ()),
-                       *SCRIPTS[script].no_children, "--batch-size", 6, "--epochs", 3,
-                       "--log-every", 3600, *flags, "--checkpoint", checkpoint, nproc=2,
-                       setup=setup)
+                       *SCRIPTS[script].no_children, "--batch-size", 6, "--epochs", 3, *more,
+                       *flags, "--checkpoint", checkpoint, nproc=2, setup=setup)
     return Namespace(**end._asdict(), steps=[len(steps) for steps in end.results])
 
 
@@ -58,19 +78,18 @@ def undisturbed(tmp_path_factory):
     return checkpoint_of
 
 
-def assert_stopped(life, path, what, at_most):
+def assert_stopped(script, life, path, what, at_most):
     """Fail unless both processes have stopped after one step, saved it, and the first one says so.
 
-    Return the step.
+    A small script stops at the end of the epoch, which has 6 steps.
     """
     assert path.exists(), f"{what}: nothing is saved, it ends with {life.statuses}\n{life.text}"
-    step = load_checkpoint(path)["step"]
-    expected = [f"stopped by a signal after step {step}", 1]
+    at_most = at_most if script in STEP_SCRIPTS else 6
+    expected = [f"stopped by a signal after {progress(path)}", 1]
     assert life.statuses == expected, (
         f"{what}: the exit statuses must be {expected}, not {life.statuses}\n{life.text}")
     assert life.steps[0] == life.steps[1] <= at_most, (
         f"{what}: both must stop after at most {at_most} steps, not {life.steps}\n{life.text}")
-    return step
 
 
 def assert_resumes(script, checkpoint, undisturbed, what):
@@ -82,8 +101,8 @@ def assert_resumes(script, checkpoint, undisturbed, what):
 
 # --- stops ---
 @pytest.mark.parametrize("script, name", [
-    ("cpu_ddp", "SIGINT"), ("cpu_ddp", "SIGTERM"), ("cpu_ddp", "SIGHUP"),
-    ("cifar10_ddp", "SIGTERM"), ("fashionmnist_ddp", "SIGINT")])
+    ("cpu_ddp", "SIGHUP"), ("synthetic_ddp", "SIGTERM"), ("cifar10_ddp", "SIGTERM"),
+    ("fashionmnist_ddp", "SIGINT")])
 def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
     """However far apart the log lines are: here, an hour. Saving takes a second longer.
 
@@ -91,7 +110,7 @@ def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
     """
     def disturb(module, rank):
         os.fsync = lambda descriptor: time.sleep(1)
-        watch(sys, "exit", lambda *_: print("a process exits", flush=True))
+        watch(sys, "exit", lambda *_: path.exists() or print("it is too early to exit"))
         if rank == 1:
             signal_after(2, signal.Signals[name])
 
@@ -99,9 +118,8 @@ def test_a_signal_to_one_process_stops_all(script, name, undisturbed, tmp_path):
     check_every = getattr(load_script(script), "CHECK_EVERY", 1)
     life = train_two(script, path, disturb=disturb, check_every=check_every)
     what = f"{name} to one process of {script} after step 2"
-    step = assert_stopped(life, path, what, at_most=2 + check_every)
-    before, _, _ = life.text.partition("a process exits")
-    assert f"saved step {step} " in before, (
+    assert_stopped(script, life, path, what, at_most=2 + check_every)
+    assert "too early" not in life.text, (
         f"{what}: a process exited before rank 0 had saved\n{life.text}")
     assert_resumes(script, path, undisturbed, what)
 
@@ -129,7 +147,8 @@ def test_a_run_whose_terminal_is_closed_stops_and_saves(script, tmp_path):
             signal_after(1, signal.SIGHUP)
 
     life = train_two(script, tmp_path / "run.pt", disturb=disturb)
-    assert_stopped(life, tmp_path / "run.pt", f"SIGHUP to {script}, whose terminal is closed", 2)
+    what = f"SIGHUP to {script}, whose terminal is closed"
+    assert_stopped(script, life, tmp_path / "run.pt", what, at_most=2)
 
 
 def test_a_run_under_nohup_ignores_sighup(undisturbed, tmp_path):
@@ -142,7 +161,7 @@ def test_a_run_under_nohup_ignores_sighup(undisturbed, tmp_path):
         f"SIGHUP to a run under nohup, which ignores it, ends it with {life.statuses}\n{life.text}")
 
 
-@pytest.mark.parametrize("script", TEST_SCRIPTS)
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_a_run_that_was_killed_while_it_evaluated_evaluates_again(script, undisturbed, tmp_path):
     def disturb(module, rank):
         watch(module, "evaluate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -150,8 +169,8 @@ def test_a_run_that_was_killed_while_it_evaluated_evaluates_again(script, undist
     path = tmp_path / "run.pt"
     life = train_two(script, path, disturb=disturb)
     what = f"{script} is killed while it evaluates its first epoch"
-    step = load_checkpoint(path)["step"]
-    assert step == 6, f"{what}, and step {step} is saved, not the last of 6\n{life.text}"
+    saved = progress(path)
+    assert saved == "step 6", f"{what}, and {saved} is saved, not the last of 6\n{life.text}"
     end = train_two(script, path)
     count = end.text.count("epoch 1/3  test loss")
     assert count == 1, f"{what}: a resume must evaluate epoch 1, not {count} times\n{end.text}"
@@ -174,10 +193,11 @@ def test_a_signal_during_an_evaluation_is_noticed_at_once_and_the_run_stops(scri
     path = tmp_path / "run.pt"
     life = train_two(script, path, disturb=interrupt)
     what = f"SIGINT to {script} during its first evaluation"
-    assert_stopped(life, path, what, at_most=7)
+    assert_stopped(script, life, path, what, at_most=7)
     before, _, after = life.text.partition("evaluation goes on")
     assert "signal" in before.splitlines()[-1], f"{what}: nothing is printed\n{life.text}"
-    assert "epoch 1/3  test loss" in after, f"{what}: the evaluation ends early\n{life.text}"
+    assert re.search("epoch 1/3 .*test loss", after), (
+        f"{what}: the evaluation ends early\n{life.text}")
     assert_resumes(script, path, undisturbed, what)
 
 
@@ -188,8 +208,24 @@ def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script
     life = train_two(script, path, disturb=lambda module, rank: rank == 0 and signal_after(17))
     assert life.statuses == [0, 0], (
         f"{script}: SIGTERM in the last step: a complete run ends as {life.statuses}\n{life.text}")
-    assert life.text.count("epoch 3/3  ") == 1 + SCRIPTS[script].has_test_set, (
+    lines = 2 if script in STEP_SCRIPTS else 1
+    assert life.text.count("epoch 3/3  ") == lines, (
         f"{script}: SIGTERM in the last step: the last epoch ends without its means\n{life.text}")
+
+
+# --- small scripts ---
+def test_a_resume_repeats_dropout_and_random_transforms(tmp_path):
+    """A copy of synthetic_ddp, which loads its data in processes, is stopped in its first epoch."""
+    copy = make_copy("synthetic_ddp", tmp_path / "train.py", (None, RANDOM))
+
+    def run(path, setup=lambda module, rank: None):
+        train_forked(copy, "--samples", 72, "--batch-size", 6, "--epochs", 3, "--workers", 2,
+                     "--checkpoint", path, nproc=2, setup=setup)
+        return path
+
+    run(tmp_path / "stopped.pt", lambda module, rank: signal_after(2))
+    run(tmp_path / "stopped.pt")
+    assert_equal(tmp_path / "stopped.pt", run(tmp_path / "whole.pt"), "the resumed checkpoint")
 
 
 # --- killed, and finished ---
@@ -204,7 +240,7 @@ def test_a_finished_run_trains_no_more(script, undisturbed, tmp_path):
         f"{life.statuses}\n{life.text}")
 
 
-@pytest.mark.parametrize("script", TEST_SCRIPTS)
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, tmp_path):
     """It would be a second copy of the model and the optimizer in each process."""
     def setup(module, rank):
@@ -263,8 +299,9 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
 
 
 @pytest.mark.parametrize("script, flags", [
-    *[(script, SCRIPTS[script].no_children) for script in DDP_SCRIPTS],
-    ("synthetic_ddp", ("--model", "squeezenet1_1", "--image-size", 32))])
+    *[(script, (SCRIPTS[script].data_flag, 64, *SCRIPTS[script].no_children))
+      for script in DDP_SCRIPTS],
+    (ROOT / "tests/measure_exchange.py", ("--model", "squeezenet1_1", "--image-size", 32))])
 def test_a_process_that_hangs_ends_the_others_within_timeout(script, flags):
     def hang(count):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for the end of the test
@@ -275,8 +312,7 @@ def test_a_process_that_hangs_ends_the_others_within_timeout(script, flags):
         if rank == 0:
             at_step(hang)
 
-    end = train_forked(script, SCRIPTS[script].data_flag, 64, "--batch-size", 8, "--timeout", 4,
-                       *flags, nproc=2, setup=setup)
+    end = train_forked(script, *flags, "--batch-size", 8, "--timeout", 4, nproc=2, setup=setup)
     assert "Process 1 terminated" in end.text, (
         f"{script}: rank 0 hangs: rank 1 must end with an error after --timeout 4\n{end.text}")
 
