@@ -13,6 +13,10 @@ with the same weights, and each computes the gradients of its share of every bat
 averages the gradients of all processes, so all make the same step, and their weights stay equal.
 The lines that do this are marked with # DDP.
 
+--batch-size is for each process: on four GPUs, a step has four times as many samples. --lr is
+for 256, and scaled to them.
+--global-batch N keeps N samples in a step on any number of processes.
+
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
 
@@ -59,7 +63,7 @@ def parse_args(flags=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=128, help="images per process and pass")
+    parser.add_argument("--batch-size", type=int, default=128, help="images per process at a time")
     parser.add_argument("--global-batch", type=int,
                         help="images per step, over all processes; None: batch size x processes")
     parser.add_argument("--model", default="resnet18", choices=models.list_models(module=models),
@@ -230,7 +234,8 @@ def train(args):
     global_batch = choose_global_batch(args, checkpoint, images, world_size)
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
-    # Gradient accumulation: a batch is divided into parts of at most --batch-size samples
+    # Gradient accumulation: a batch is divided into parts of at most --batch-size samples, and each
+    # process computes every world_size-th part
     parts = world_size * math.ceil(global_batch / (world_size * args.batch_size))
     own_parts = range(rank, min(parts, global_batch), world_size)
 
@@ -289,7 +294,7 @@ def train(args):
                 wait_seconds += time.perf_counter() - before
                 batch = [tensor.to(device, non_blocking=True) for tensor in batch]
                 # DDP: each part has other random numbers (dropout), the same ones after a resume.
-                # (Only the hash of strings differs between processes)
+                # (hash() of numbers is the same everywhere)
                 seed_step(hash((args.seed, step, part)), device)
                 # DDP: exchange gradients once, after the last part (no_sync() sets this, too)
                 ddp_model.require_backward_grad_sync = part == own_parts[-1]

@@ -12,6 +12,9 @@ with the same weights, and each computes the gradients of its share of every bat
 averages the gradients of all processes, so all make the same step, and their weights stay equal.
 The lines that do this are marked with # DDP.
 
+--batch-size is for each process: on four GPUs, a step has four times as many samples, at the same --lr.
+--global-batch N keeps N samples in a step on any number of processes.
+
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
 
@@ -51,7 +54,7 @@ def parse_args(flags=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process and pass")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per process at a time")
     parser.add_argument("--global-batch", type=int,
                         help="images per step, over all processes; None: batch size x processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
@@ -134,7 +137,7 @@ def load_data(args):
 def normalize(images):
     """Return uint8 images as floats from 0 to 1."""
     if images.dtype != torch.uint8:
-        raise TypeError("normalize expects uint8: for images of floats, remove its division by 255")
+        raise TypeError("normalize expects images of uint8: edit it for other inputs")
     return images.div(255).to(memory_format=torch.channels_last)
 
 
@@ -174,12 +177,13 @@ def train(args):
     random.seed(args.seed)
     (x, y), test_set = load_data(args)
     assert len(x) == len(y), "each input needs a label"
-    x, y = x.to(device), y.to(device)
+    x, y = x.to(device), y.to(device)  # all samples, on each GPU. For more data, copy cifar10_ddp
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
     global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
-    # Gradient accumulation: a batch is divided into parts of at most --batch-size samples
+    # Gradient accumulation: a batch is divided into parts of at most --batch-size samples, and each
+    # process computes every world_size-th part
     parts = world_size * math.ceil(global_batch / (world_size * args.batch_size))
     own_parts = range(rank, min(parts, global_batch), world_size)
 
@@ -209,7 +213,7 @@ def train(args):
     # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
         # DDP: the order depends on seed and epoch alone, so it is the same in all processes.
-        # (Only the hash of strings differs between processes)
+        # (hash() of numbers is the same everywhere)
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
         order = torch.randperm(len(x), generator=shuffle).to(device)
         loss_sum = counts = samples = 0  # of this process in this epoch
@@ -246,9 +250,9 @@ def train(args):
                     f"{show(results_of(loss_sum, counts, samples))}  "
                     f"{rate * global_batch:,.0f} images/s  "
                     f"{timedelta(seconds=round((total_steps - step) / rate))} left")
-            # DDP: if one process stopped alone, the others would wait for its gradients
-            stop = step % CHECK_EVERY == 0 and any_rank_has(signals)
             end_of_epoch = step % steps_per_epoch == 0
+            # DDP: if one process stopped alone, the others would wait for its gradients
+            stop = (end_of_epoch or step % CHECK_EVERY == 0) and any_rank_has(signals)
             if end_of_epoch:
                 check_weights(saved)
             due = end_of_epoch or now - save_time >= 60 * args.save_every

@@ -159,20 +159,20 @@ def pods_of_trainjob(name, spec):
 
 # --- cluster ---
 class Start(NamedTuple):
-    """A start of the training: processes, first step, last step that was saved or 0."""
+    """A start of cpu_ddp: processes, epochs that were done before, epochs that are done now."""
     processes: int
     first: int
-    saved: int
+    done: int
 
 
 def starts_of(pods):
     """Return the starts of the training by the logs of these pods: only rank 0 logs."""
     text = "".join(pod.log.read_text() for pod in pods)
-    parts = re.split(r"^world size (\d+)\b.* steps (\d+) to \d+$", text, flags=re.M)
+    parts = re.split(r"^world size (\d+)\b(?:.* resumed after epoch (\d+))?.*$", text, flags=re.M)
     starts = []
     for processes, first, log in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        saved = re.findall(r"^saved step (\d+) in ", log, re.M) or [0]
-        starts.append(Start(int(processes), int(first), int(saved[-1])))
+        done = re.findall(r"^epoch (\d+)/", log, re.M) or [0]
+        starts.append(Start(int(processes), int(first or 0), int(done[-1])))
     return starts
 
 
@@ -353,8 +353,8 @@ class Cluster:
         """Return how far each pod came, and the end of its log."""
         text = ""
         for pod in self.pods:
-            starts = "; ".join(f"{start.processes} processes from step {start.first}, saved "
-                               f"{start.saved}" for start in starts_of([pod]))
+            starts = "; ".join(f"{start.processes} processes from epoch {start.first} to "
+                               f"{start.done}" for start in starts_of([pod]))
             text += f"{pod.name} failed {pod.failures} times; starts: {starts or 'none'}\n"
         for name, log in self.logs().items():
             text += f"--- {name} ---\n{log[-3000:]}\n"

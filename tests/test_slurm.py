@@ -21,12 +21,12 @@ from launchers import run
 from scripts import ROOT, SCRIPTS
 from slurm_lab import Lab, booted, reason_to_skip, write_program
 
-RESUMED = ("cifar10", "cifar10-srun", "cpu", "cpu-container", "fashionmnist")
-PLAIN = ("mnist", "synthetic")
+RESUMED = ("cifar10", "cifar10-srun", "cpu", "cpu-container", "fashionmnist", "synthetic")
+PLAIN = ("mnist",)
 LINEAR = "--epochs 4 --samples 256"
 IMAGES = "--epochs 1 --fake-data 32 --batch-size 8"
-# 160 steps of 2 processes, a log line each, and no checkpoint but when the run is stopped.
-LONG = "--epochs 40 --samples 256 --save-every 1000 --log-every 0"
+# 160 epochs of a step of 2 processes, a log line and a checkpoint each.
+LONG = "--epochs 160 --samples 64"
 
 # What a notebook leaves in the shell.
 LEFT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
@@ -91,9 +91,9 @@ if "SLURM_RESTART_COUNT" not in os.environ:
     time.sleep(60)
 """
 COPIES = {  # file: of which script, and the edit
-    "slow.py": ("cpu_ddp", 'before "due = now - save_time"', SLOW),
+    "slow.py": ("cpu_ddp", 'before "if rank == 0 and args.checkpoint"', SLOW),
     "late.py": ("cpu_ddp", 'after "from datetime import timedelta"', LATE),
-    "bug.py": ("cpu_ddp", 'before "due = now - save_time"', "assert step < 70"),
+    "bug.py": ("cpu_ddp", 'before "if rank == 0 and args.checkpoint"', "assert epoch < 70"),
     "mine/slow.py": ("slow.py", 'after "from datetime import timedelta"', "import beside"),
 }
 
@@ -369,11 +369,14 @@ def test_terminal_is_given(lab, variables, shown):
 
 
 # --- jobs that are disturbed ---
-def wait_for_steps(lab, job, restarts=0):
-    """Wait until the job has logged steps since it was requeued so often."""
+STARTED = r"samples in a step(?:.*resumed after epoch (\d+))?"
+
+
+def wait_for_epochs(lab, job, restarts=0):
+    """Wait until the job has logged epochs since it was requeued so often."""
     def logged():
-        starts = lab.output(job).split(" | steps ")[1:]
-        return len(starts) == restarts + 1 and "  step " in starts[restarts]
+        starts = lab.output(job).split("samples in a step")[1:]
+        return len(starts) == restarts + 1 and "\nepoch " in starts[restarts]
 
     lab.wait_for(job, f"training after {restarts} restarts", logged)
 
@@ -391,8 +394,8 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
     output = lab.output(job)
     number = lab.restarts(job)
     assert number == restarts, f"job {job} was requeued {number} times, not {restarts}:\n{output}"
-    begins = [int(step) for step in re.findall(r" \| steps (\d+) to", output)]
-    assert begins == sorted(set(begins)), f"job {job} trained from the steps {begins}:\n{output}"
+    begins = [int(epoch or 0) for epoch in re.findall(STARTED, output)]
+    assert begins == sorted(set(begins)), f"job {job} trained from the epochs {begins}:\n{output}"
     checkpoint = checkpoint or f"{lab.show(job, 'JobName')}-{lab.show(job, 'JobId')}.pt"
     change = difference(lab.folder / checkpoint, lab.long_run)
     assert change == 0, (
@@ -402,10 +405,10 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
 # They come back. Those that take longest are first.
 def lost_node(lab):
     """One job loses the node of its batch script, another one its other node."""
-    jobs = [lab.sbatch(f"--nodes=2 slurm/cifar10.sbatch {LONG} --save-every 0", nodes,
+    jobs = [lab.sbatch(f"--nodes=2 slurm/cifar10.sbatch {LONG}", nodes,
                        SCRIPT="slow.py", SLOW_STARTS=1) for nodes in ("c5,c6,c9", "c7,c8,c9")]
     for job in jobs:
-        wait_for_steps(lab, job)
+        wait_for_epochs(lab, job)
     time.sleep(3)  # until there is a checkpoint
     lab.machines[lab.show(jobs[0], "BatchHost")].kill()
     lab.machines["head"].ip("link set c8 down")  # the cable: no other machine is notified
@@ -424,7 +427,7 @@ def time_limit(lab):
     variables = {"SCRIPT": "mine/slow.py", "CHECKPOINT": "others/link.pt", "SLOW_STARTS": 2}
     job = lab.sbatch(command, "c10", STOP_SECONDS=35, **variables)
     for number in (1, 2):
-        wait_for_steps(lab, job, restarts=number - 1)
+        wait_for_epochs(lab, job, restarts=number - 1)
         (lab.folder / "mine/slow.py").write_text("raise SystemExit('edited')")
         lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
         lab.wait_for(job, f"requeued {number} times", lambda: lab.restarts(job) == number)
@@ -440,10 +443,10 @@ def controller_away(lab):
     with booted(lambda folder: Lab(folder, 3)) as own_lab:  # others need their controller
         prepare(own_lab)
         job = own_lab.sbatch(f"slurm/cpu.sbatch {LONG}", "c1", SCRIPT="slow.py", SLOW_STARTS=1)
-        wait_for_steps(own_lab, job)
+        wait_for_epochs(own_lab, job)
         log = f"cpu-{job}.out"
         own_lab.sh(f"scancel --signal=TERM {job}; "
-                   f"until grep 'saved step' {log}; do sleep 0.1; done; pkill -KILL slurmctld; "
+                   f"until grep 'signal received' {log}; do sleep 0.1; done; pkill -KILL slurmctld; "
                    f"until grep 'Unable to contact' {log}; do sleep 0.1; done; "
                    "service slurmctld restart", timeout=200)
         own_lab.long_run = lab.long_run
@@ -455,10 +458,10 @@ def preempted(lab):
     job = lab.sbatch(f"--nodes=2 --partition=low slurm/cifar10.sbatch {LONG}", "c3,c4",
                      SCRIPT="slow.py", SLOW_STARTS=2)
     lab.sh("scontrol update partition=low GraceTime=60")
-    wait_for_steps(lab, job)
+    wait_for_epochs(lab, job)
     preempt(lab, "c3", job)
     lab.sh("scontrol update partition=low GraceTime=0")
-    wait_for_steps(lab, job, restarts=1)
+    wait_for_epochs(lab, job, restarts=1)
     preempt(lab, "c3", job)
     assert_resumed(lab, job, 2)
 
@@ -466,7 +469,7 @@ def preempted(lab):
 def array(lab):
     """Two tasks. Task 1 is stopped when task 0 has completed, and its job id is the array's."""
     array = lab.sbatch(f"--nodes=2 --array=0-1 slurm/cifar10.sbatch {LONG}", SCRIPT="slow.py")
-    wait_for_steps(lab, f"{array}_1")
+    wait_for_epochs(lab, f"{array}_1")
     lab.wait_for_state(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
     for task, restarts in (f"{array}_1", 1), (f"{array}_0", 0):
@@ -484,8 +487,8 @@ def preempted_before_training(lab):
 
 # They end for good.
 def bug(lab):
-    """A step fails whenever it is reached. The job looks as if a task of an array submitted it."""
-    job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG} --save-every 0", SCRIPT="bug.py",
+    """An epoch fails whenever it is reached. The job looks as if a task of an array submitted it."""
+    job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG}", SCRIPT="bug.py",
                      SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
     lab.wait_for(job, "failed for good",
@@ -497,18 +500,18 @@ def cancelled(lab):
     """It was requeued by hand before."""
     job = lab.sbatch(f"--cpus-per-task=2 slurm/cifar10-srun.sbatch {LONG}", "c11",
                      SCRIPT="slow.py", SLOW_STARTS=2)
-    wait_for_steps(lab, job)
+    wait_for_epochs(lab, job)
     lab.sh(f"scontrol requeue {job}")
-    wait_for_steps(lab, job, restarts=1)
+    wait_for_epochs(lab, job, restarts=1)
     lab.sh(f"scancel {job}")
     lab.wait_for_state(job, "CANCELLED")
     time.sleep(10)  # a requeued job waits for 7 s
     state = lab.show(job, "JobState")
     output = lab.output(job)
     assert state == "CANCELLED", f"a cancelled job is {state}:\n{output}"
-    begin = int(re.findall(r" \| steps (\d+) to", output)[-1])
-    step = load_checkpoint(lab.folder / f"cifar10-srun-{job}.pt")["step"]
-    assert 0 < begin < step < 160, f"resumed at {begin}, checkpoint of step {step}:\n{output}"
+    begin = int(re.findall(STARTED, output)[-1])
+    end = load_checkpoint(lab.folder / f"cifar10-srun-{job}.pt")["epochs_done"]
+    assert 0 < begin < end < 160, f"resumed at {begin}, checkpoint of epoch {end}:\n{output}"
 
 
 DISTURBED = {function.__name__: function for function in (

@@ -26,14 +26,11 @@ fi
 WORKERS_PER_NODE=${WORKERS_PER_NODE:-$devices}
 
 CHECKPOINT=--checkpoint=/fsx/$JOB_NAME.pt
-case $SCRIPT in
-    mnist_dp) # one process on all GPUs of one pod
-        NUM_NODES=1
-        WORKERS_PER_NODE=1
-        CHECKPOINT=
-        ;;
-    synthetic_ddp) CHECKPOINT= ;;
-esac
+if [[ $SCRIPT = mnist_dp ]]; then     # one process on all GPUs of one pod
+    NUM_NODES=1
+    WORKERS_PER_NODE=1
+    CHECKPOINT=
+fi
 
 for name in NUM_NODES CPU_PER_NODE GPU_PER_NODE WORKERS_PER_NODE; do
     if [[ ! $name=${!name} =~ ^(GPU_PER_NODE=0|[A-Z_]+=[1-9][0-9]*)$ ]]; then
