@@ -32,8 +32,8 @@ TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 # The Python blocks of a page, in order: name, and place in a copy of the script (see copies.py).
 BEFORE_RESTORE = 'before "step = restore("'
 BEFORE_STEP = 'before "optimizer.step()"'
-BEFORE_LAST_LINE = 'before "test {show(test)}"'
-AFTER_LAST_LINE = 'after "test {show(test)}"'
+BEFORE_LAST_LINE = 'before "  test {show(test)}"'
+AFTER_LAST_LINE = 'after "  test {show(test)}"'
 IN_LOSS = 'before "return loss, "'
 AT_THE_END = 'after "if rank == 0 and args.checkpoint and step > saved_step"'
 CIFAR10 = "cifar10_ddp/README.md"
