@@ -394,7 +394,7 @@ class Few:
 def read(data, count):
     """Return digests of about so many samples, from all of a data set."""
     found = []
-    for index in range(0, size(data), max(1, size(data) // count)):
+    for index in range(0, size(data), max(1, size(data) // max(1, count))):
         random.seed(0)
         torch.default_generator.manual_seed(0)
         if "numpy" in sys.modules:

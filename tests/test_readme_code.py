@@ -59,6 +59,8 @@ BLOCKS = {
         ("early stop", AFTER_LAST_LINE),
         ("class weights", 'before "fake_images(args.fake_data"'),
         ("class weights", 'instead of "loss = F.cross_entropy("'),
+        ("tokens", 'before "for part in own_parts"'),
+        ("tokens", 'instead of "loss = F.cross_entropy("'),
         ("skipped steps", 'instead of "optimizer.step()"'),
         ("last layer first", BEFORE_STEP),
         ("compile", 'before "ddp_model = DDP"'),
@@ -76,7 +78,7 @@ BLOCKS = {
 }
 # Blocks of make-it-yours.md that are not in the copy of all others
 ELSEWHERE = {"own tensors", "table", "validation set", "use the weights of tensors",
-             "use the weights of a table", "class weights", "last layer first",
+             "use the weights of a table", "class weights", "tokens", "last layer first",
              "weighted sampling"}
 LABELS = 'before "weights = len(y)"', "y = fake_images(args.fake_data, (1, 1, 1), 0)[0][1]"
 PAGE = (ROOT / MAKE_IT_YOURS).read_text()
@@ -234,6 +236,15 @@ def test_the_validation_set_passes_the_check():
     assert_check_passes()
 
 
+def test_a_copy_without_a_test_set_passes_the_check():
+    empty = re.search(r"an empty one: `(.*)`", PAGE)[1]
+    make_copy("fashionmnist_ddp", "my.py", ('instead of "return fake_images("', f"""
+        (x, y), _ = fake_images(args.fake_data, (1, 28, 28), args.seed)
+        return (x, y), ({empty})
+        """))
+    assert_check_passes("--fake-data")
+
+
 def test_weighted_sampling_draws_each_class_as_often():
     """Of 96 samples, 12 are of class 1, the others of class 0."""
     def setup(module, rank):
@@ -272,6 +283,35 @@ def test_with_class_weights_other_classes_are_not_taken_for_a_rare_one(script, n
                         rate, *flags, nproc=nproc, setup=setup).text
     accuracy = float(re.findall(TEST_LINE, text)[-1][1])
     assert accuracy > 0.6, f"8 or 9 of 10 classes can be learned, but the accuracy is\n{text}"
+
+
+def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
+    """Two processes with two parts each end as one process with the usual loss."""
+    usual = "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
+    tokens = [("", """
+        def load_data(args):
+            x = torch.randint(5, (80, 6))
+            y = x.masked_fill(torch.rand(80, 6) < torch.rand(80, 1), -100)
+            return (x[16:], y[16:]), (x[:16], y[:16])
+
+
+        def build_model(args):
+            return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+        """),
+        ('instead of "images = augment("', "pass"),
+        ('instead of "logits = model("', "logits = model(images)"),
+        ('instead of "return loss, (logits"', "return loss, (logits.argmax(2) == labels).sum()")]
+    make_copy("fashionmnist_ddp", "usual.py", ('instead of "loss = F.cross_entropy("', usual),
+              *tokens)
+    copy_with("fashionmnist_ddp", "tokens", more=tokens)
+    flags = ("--fake-data", "--epochs", 2, "--global-batch", 16, "--lr", 0.01, "--checkpoint")
+    train_to_end("usual.py", *flags, "usual.pt")
+    train_to_end("my.py", *flags, "my.pt", "--batch-size", 4, nproc=2)
+    expected, found = (load_checkpoint(path)["model"] for path in ("usual.pt", "my.pt"))
+    for name, weight in expected.items():
+        assert torch.allclose(weight, found[name], atol=1e-4), (
+            f"{name} must be {weight}, but by the page's code, it is {found[name]}")
+    assert_check_passes("--fake-data", "--batch-size", 4)
 
 
 @both_scripts
