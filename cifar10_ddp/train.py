@@ -6,24 +6,25 @@ r"""Train an image classifier on CIFAR-10 or your own images with DistributedDat
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
     srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
         python train.py
-    torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --model resnet50 --lr 0.1
+    torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --model resnet50 \
+        --pretrained --lr 0.02 --checkpoint run.pt
 
 (Type the third command on each of the two machines.) Each process runs this whole file. All begin
 with the same weights, and each computes the gradients of its share of every batch. backward()
 averages the gradients of all processes, so all make the same step, and their weights stay equal.
 The lines that do this are marked with # DDP.
 
---batch-size is for each process: on four GPUs, a step has four times as many samples. --lr is
-for 256, and scaled to them.
---global-batch N keeps N samples in a step on any number of processes.
+--batch-size is for each process: on four GPUs, a step has four times as many images as on one. --lr
+is for steps of 256 images, and is multiplied to suit. With --global-batch N, a step has N images on
+any number of GPUs.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
+processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step. They save,
+and exit with status 1; slurm/cifar10.sbatch requeues the job.
 
-To train something else, edit the functions above train(). tests/check_copy.py then checks that your
-copy gives the same results on one process, on two, and after a stop and a resume. You need not read
-what stands below evaluate().
-
+To train something else, edit the functions above train(). You need not read the last part, which
+starts, connects, saves and stops the processes. tests/check_copy.py checks that your copy gives the
+same results on one process, on two, and after a stop and a resume.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
@@ -241,9 +242,9 @@ def train(args):
 
     torch.manual_seed(args.seed)  # so that the first weights do not depend on load_data
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
-    if not model.training:  # as from_pretrained() returns it. Other models may have frozen layers
+    if not model.training:  # from_pretrained() returns models in evaluation mode
         model.train()
-    if args.pretrained:  # a resumed run, too: copies that are made of the model begin with them
+    if args.pretrained:  # also if resumed: an average of the weights begins with them
         load_pretrained(args, model)
     optimizer = build_optimizer(args, model, global_batch)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
@@ -358,16 +359,13 @@ def evaluate(args, model, batches, device):
     loss_sum = counts = samples = 0
     with torch.no_grad():
         for batch in batches:
-            if not len(batch[0]):  # split() of no samples gives an empty batch
-                continue
-            # Copies: the loss may change its batch in place, which the next epoch uses again
-            batch = [tensor.to(device, copy=True) for tensor in batch]
+            batch = [tensor.to(device, copy=True) for tensor in batch]  # the loss may change it
             loss, batch_counts = loss_and_counts(args, model, *batch)
             loss_sum += len(batch[0]) * loss.double()
             counts += batch_counts.double()
             samples += len(batch[0])
-    model.train()  # not only a flag: LoRA's layers undo here what they did in eval()
-    for module in frozen:
+    model.train()
+    for module in frozen:  # as they were before
         module.training = False
     return results_of(*sum_over_ranks(loss_sum, counts, samples))
 
@@ -436,8 +434,7 @@ def build_loader(args, data, transform, device, **batches):
                       multiprocessing_context=context, **batches)
 
 
-# ---- What follows starts, connects, saves and stops the processes. You need not read it to use or
-# ---- edit this file. Functions of the same name are equal in all scripts of this collection.
+# ---- The last part starts, connects, saves and stops the processes. You need not read it. ----
 def main():
     try:
         train(parse_args())
@@ -480,18 +477,21 @@ def ignore_signals(worker):
 
 
 def setup_environment():
-    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
+    """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
+        # PR_SET_PDEATHSIG: if torchrun is killed, stop, too. A process would keep its GPU and port
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
-        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
+        # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
+        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
         env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
-        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
+        # Another port for each job and step, because those of one node may run at the same time
+        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
                    LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
@@ -572,7 +572,7 @@ def choose_global_batch(args, checkpoint, samples, world_size):
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
-    time.sleep(0.5)  # gloo's threads may still work (pytorch#154976): a hang or an abort without it
+    time.sleep(0.5)  # without it, 1 of 20 runs aborts in a thread of gloo (pytorch#154976)
     dist.destroy_process_group()
 
 
@@ -610,11 +610,10 @@ def check_weights(saved):
     norms = norms_of(saved)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
-    norm_of_all = math.hypot(*norms.values())
-    for name in norms:
-        of_this = [other[name] for other in of_ranks if name in other]
-        rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
-        if max(of_this) - min(of_this) > rounding:
+    least = 1e-8 * math.hypot(*norms.values())  # a smaller difference is rounding
+    for name, norm in norms.items():
+        if not all(math.isclose(norm, others.get(name, norm), rel_tol=1e-5, abs_tol=least)
+                   for others in of_ranks):
             sys.exit(f"error: {name} differs between the processes. In train(), call ddp_model(), "
                      "not model(); in the loss, call model(...), no method of it. Each model needs "
                      "a DDP, requires_grad is set in build_model, all ranks update an average")

@@ -89,7 +89,7 @@ both_scripts = pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_d
 one_and_two = pytest.mark.parametrize("nproc", [1, 2])
 # What the page says is another one in cifar10_ddp
 IN_CIFAR10 = {
-    "zip(test_x, test_y)": "test_loader",
+    "model, test_batches": "model, test_loader",
     '"fc2."': '"fc."',
     "len(x)": "images",
     "generator=shuffle).to(device)": "generator=shuffle)",
