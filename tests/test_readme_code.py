@@ -237,7 +237,7 @@ def test_the_validation_set_passes_the_check():
 
 
 def test_a_copy_without_a_test_set_passes_the_check():
-    empty = re.search(r"an empty one: `(.*)`", PAGE)[1]
+    empty = re.search(r"Without a test set, return `(.*?)`", PAGE)[1]
     make_copy("fashionmnist_ddp", "my.py", ('instead of "return fake_images("', f"""
         (x, y), _ = fake_images(args.fake_data, (1, 28, 28), args.seed)
         return (x, y), ({empty})
