@@ -88,16 +88,16 @@ def train(args):
     model = build_model(args)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     run = {"lr": args.lr, "seed": args.seed, "samples": len(x)}  # a resume may not change these
-    epochs_done = 0
-    global_batch = args.batch_size * world_size  # DDP: the samples of a step of all processes
     if checkpoint:
         if checkpoint.get("run") != run:
             sys.exit(f"error: the checkpoint is from a run with {checkpoint.get('run')}, this one "
                      f"has {run}: use the same flags, or another --checkpoint")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        epochs_done = checkpoint["epochs_done"]
-        global_batch = checkpoint["global_batch"]  # DDP: on fewer processes, shares are larger
+    epochs_done = checkpoint.get("epochs_done", 0)
+    # DDP: more processes make larger steps. A resumed run keeps its own: on fewer processes, each
+    # takes a larger share
+    global_batch = checkpoint.get("global_batch", args.batch_size * world_size)
     if not world_size <= global_batch <= len(x):
         sys.exit(f"error: a step takes {global_batch} of {len(x)} samples, for {world_size} "
                  "processes: start fewer, or use a smaller --batch-size")
@@ -205,14 +205,14 @@ def check_model(model):
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
     if not norms.isfinite().all():
-        sys.exit("error: weights are not finite: use a lower --lr (and another --checkpoint), or "
-                 "data without NaN and huge values")
+        sys.exit("error: weights are not finite: use a lower --lr (with another --checkpoint), or "
+                 "check the data for NaN and very large values")
     if not all(torch.allclose(norms, others) for others in of_ranks):
         sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 
 
 def save(checkpoint, path):
-    """Replace the file at path: at any moment, it is the old one or the new one."""
+    """Write the checkpoint to path: at any moment, it is the old file or the complete new one."""
     with open(f"{path}.tmp", "wb") as file:
         torch.save(checkpoint, file)
         file.flush()

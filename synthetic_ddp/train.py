@@ -120,29 +120,12 @@ def train(args):
 
     torch.manual_seed(args.seed)  # DDP: all processes draw the same data
     train_set, test_set = load_data(args)
-    model = build_model(args).to(device)
-    optimizer, scheduler = build_optimizer(args, model)
-    saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    # A resume may not change these: optimizer and scheduler keep their rates and number of epochs
-    run = {"epochs": args.epochs, "lr": args.lr, "seed": args.seed, "samples": len(train_set)}
-    epochs_done = 0
-    best_loss = math.inf
-    global_batch = args.batch_size * world_size  # DDP: the samples of a step of all processes
-    if checkpoint:
-        if checkpoint.get("run") != run:
-            sys.exit(f"error: the checkpoint is from a run with {checkpoint.get('run')}, this one "
-                     f"has {run}: use the same flags, or another --checkpoint")
-        for name, item in saved.items():
-            item.load_state_dict(checkpoint[name])
-        epochs_done = checkpoint["epochs_done"]
-        best_loss = checkpoint["best_loss"]
-        global_batch = checkpoint["global_batch"]  # DDP: on fewer processes, shares are larger
+    # DDP: more processes make larger steps. A resumed run keeps its own: on fewer processes, each
+    # takes a larger share
+    global_batch = checkpoint.get("global_batch", args.batch_size * world_size)
     if global_batch % world_size or global_batch > len(train_set):
         sys.exit(f"error: a step takes {global_batch} of {len(train_set)} samples, in equal shares "
                  f"for {world_size} processes: start fewer, or use a smaller --batch-size")
-    # DDP: from here on, backward() averages the gradients of all processes
-    ddp_model = DDP(model) if world_size > 1 else model
-
     # DDP: rank 1 of 4 takes the samples 1, 5, 9, ... of an epoch's order, which is that of seed +
     # epoch: times 1000, so that other values of --seed have other orders
     sampler = DistributedSampler(train_set, world_size, rank, seed=1000 * args.seed, drop_last=True)
@@ -151,6 +134,22 @@ def train(args):
     # DDP: each test sample once. DistributedSampler would repeat some, to make shares equal
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = build_loader(args, test_share, device, args.batch_size)
+
+    model = build_model(args).to(device)
+    optimizer, scheduler = build_optimizer(args, model)
+    saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    # A resume may not change these: optimizer and scheduler keep their rates and number of epochs
+    run = {"epochs": args.epochs, "lr": args.lr, "seed": args.seed, "samples": len(train_set)}
+    if checkpoint:
+        if checkpoint.get("run") != run:
+            sys.exit(f"error: the checkpoint is from a run with {checkpoint.get('run')}, this one "
+                     f"has {run}: use the same flags, or another --checkpoint")
+        for name, item in saved.items():
+            item.load_state_dict(checkpoint[name])
+    epochs_done = checkpoint.get("epochs_done", 0)
+    best_loss = checkpoint.get("best_loss", math.inf)
+    # DDP: from here on, backward() averages the gradients of all processes
+    ddp_model = DDP(model) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} x {global_batch // world_size} = {global_batch} of "
         f"{len(train_set)} samples in a step, on {device.type} | "
@@ -190,11 +189,12 @@ def train(args):
         [stop] = sum_over_ranks(len(signals))
         if rank == 0 and args.checkpoint:
             loss = (test_results or results)["loss"]  # without test samples, the training loss
+            is_best = loss < best_loss
+            best_loss = min(best_loss, loss)
             states = {name: item.state_dict() for name, item in saved.items()}
-            states.update(run=run, epochs_done=epoch + 1, best_loss=min(best_loss, loss),
+            states.update(run=run, epochs_done=epoch + 1, best_loss=best_loss,
                           global_batch=global_batch)
-            if loss < best_loss:
-                best_loss = loss
+            if is_best:
                 save(states, f"{args.checkpoint}.best")
             save(states, args.checkpoint)
         if stop and epoch + 1 < args.epochs:
@@ -324,14 +324,14 @@ def check_model(model):
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
     if not norms.isfinite().all():
-        sys.exit("error: weights are not finite: use a lower --lr (and another --checkpoint), or "
-                 "data without NaN and huge values")
+        sys.exit("error: weights are not finite: use a lower --lr (with another --checkpoint), or "
+                 "check the data for NaN and very large values")
     if not all(torch.allclose(norms, others) for others in of_ranks):
         sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 
 
 def save(checkpoint, path):
-    """Replace the file at path: at any moment, it is the old one or the new one."""
+    """Write the checkpoint to path: at any moment, it is the old file or the complete new one."""
     with open(f"{path}.tmp", "wb") as file:
         torch.save(checkpoint, file)
         file.flush()

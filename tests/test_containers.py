@@ -104,5 +104,5 @@ def test_the_image_holds_the_scripts_alone_and_a_user_who_has_a_home():
 
 def test_the_image_trains_with_two_processes():
     output = in_image()
-    assert "world size 2, " in output, f"the image is to start two processes:\n{output}"
+    assert "world size 2 " in output, f"the image is to start two processes:\n{output}"
     assert "epoch 50/50  loss 0.00" in output, f"cpu_ddp has not learned:\n{output}"

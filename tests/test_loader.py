@@ -1,4 +1,4 @@
-"""cifar10_ddp's images are read by processes of a DataLoader, which change no weights."""
+"""Processes of a DataLoader read samples. They change no weights, and end with the run."""
 
 import os
 import select
@@ -141,3 +141,35 @@ def test_start_method_spawn(folder, tmp_path):
         wait_until_gone(job, "start method spawn")
     assert result.status == 0, (
         f"with start method spawn, a run ends with status {result.status}\n{result.text}")
+
+
+DAMAGED = """
+class Damaged(TensorDataset):
+    def __getitem__(self, index):
+        if index == 100:
+            raise RuntimeError("damaged on purpose")
+        return super().__getitem__(index)
+
+
+load_tensors = load_data
+
+
+def load_data(args):
+    sets = list(load_tensors(args))
+    sets[{number}] = Damaged(*sets[{number}].tensors)
+    return sets
+"""
+
+
+@pytest.mark.parametrize("launcher, nproc, number", [("python", 1, 0), ("torchrun", 2, 1)])
+def test_a_sample_that_cannot_be_read_ends_synthetic_ddp(launcher, nproc, number, tmp_path):
+    """A training sample, or a test sample, on one rank.
+
+    Else, Python would wait at its end for the loader processes, which ignore SIGTERM.
+    """
+    copy = make_copy("synthetic_ddp", tmp_path / "train.py", (None, DAMAGED.format(number=number)))
+    with start(copy, launcher=launcher, nproc=nproc) as job:
+        result = job.result()
+        wait_until_gone(job, "a sample that cannot be read")
+    assert result.status != 0 and "damaged on purpose" in result.text, (
+        f"a sample cannot be read: status {result.status}\n{result.text}")
