@@ -430,7 +430,8 @@ def controller_away(lab):
         wait_for_epochs(own_lab, job)
         log = f"cpu-{job}.out"
         own_lab.sh(f"scancel --signal=TERM {job}; "
-                   f"until grep 'signal received' {log}; do sleep 0.1; done; pkill -KILL slurmctld; "
+                   f"until grep 'signal received' {log}; do sleep 0.1; done; "
+                   "pkill -KILL slurmctld; "
                    f"until grep 'Unable to contact' {log}; do sleep 0.1; done; "
                    "service slurmctld restart", timeout=200)
         own_lab.long_run = lab.long_run
@@ -471,7 +472,7 @@ def preempted_before_training(lab):
 
 # They end for good.
 def bug(lab):
-    """An epoch fails whenever it is reached. The job looks as if a task of an array submitted it."""
+    """An epoch always fails. The job looks as if a task of an array submitted it."""
     job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG}", SCRIPT="bug.py",
                      SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
