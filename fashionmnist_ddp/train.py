@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: MIT-0
-"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP), started by plain python.
+"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP): one process per GPU.
 
-    python train.py                          # one process per GPU of this machine, or on the CPU
-    python train.py --nproc 2                # two processes
+    python train.py                          # on all GPUs of this machine, or on the CPU
+    python train.py --nproc 2                # in two processes
     torchrun --standalone --nproc-per-node=4 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
+
+(Type the fourth command on each of the two machines.) Each process runs this whole file. All begin
+with the same weights, and each computes the gradients of its share of every batch. backward()
+averages the gradients of all processes, so all make the same step, and their weights stay equal.
+The lines that do this are marked with # DDP.
+
+--batch-size is for each process: on four GPUs, a step has four times as many images as on one, at
+the same --lr. With --global-batch N, a step has N images on any number of GPUs.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step, and save.
+processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step. They save,
+and exit with status 1; slurm/fashionmnist.sbatch requeues the job.
 
-To train something else, edit the functions above train(). Then tests/check_copy.py says whether
-your copy trains alike on one and two processes, and after a stop.
+To train something else, edit the functions above train(). You need not read the last part, which
+starts, connects, saves and stops the processes. tests/check_copy.py checks that your copy gives the
+same results on one process, on two, and after a stop and a resume.
 
 Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 """
@@ -36,24 +46,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import TensorDataset
 from torchvision.datasets import FashionMNIST
 
 
 # ---- Flags, model, optimizer, learning rate, data, loss: edit these for your own training. ----
 def parse_args(flags=None):
-    """Return the settings of these flags (strings), or of the command line."""
+    """Return the settings that flags (a list of strings, or the command line) give."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process at once")
-    parser.add_argument("--global-batch", type=int, help="images per step of all processes")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per process at a time")
+    parser.add_argument("--global-batch", type=int,
+                        help="images per step, over all processes; None: batch size x processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16: faster on GPUs")
     parser.add_argument("--nproc", type=int, help="processes to start; None: one per GPU")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
-    parser.add_argument("--fake-data", type=int, nargs="?", const=512, help="images to generate")
+    parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
+                        help="train on N generated images (512 without a number)")
     parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
     parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
     parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
@@ -61,10 +72,11 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Signals stop the run after at most so many steps. Set it to 1 if a step may take seconds.
+# The processes ask each other every CHECK_EVERY steps whether one of them has received a signal to
+# stop. Use 1 if a step may take seconds.
 CHECK_EVERY = 8
 
-# A run may be resumed with other values of these flags, but not of the others.
+# Flags that may differ when a run is resumed. (Other --epochs also change learning_rate().)
 MAY_CHANGE = ("epochs", "batch_size", "bf16", "nproc", "data_dir", "checkpoint", "save_every",
               "log_every", "timeout")
 
@@ -93,17 +105,17 @@ def build_model(args):
 
 
 def build_optimizer(args, model):
-    """Return the optimizer. Its parameter groups have their peak learning rates."""
+    """Return the optimizer. The lr of each parameter group is its peak learning rate."""
     return torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
 
 
-def learning_rate(step, total_steps):
+def learning_rate(args, step, total_steps):
     """Return the factor of the peak rates: linear warm-up over a fifth of the steps, then decay."""
     return min(1, (step + 1) / total_steps / 0.2, (1 - step / total_steps) / 0.8)
 
 
 def prepare_data(args):
-    """Download the data unless it is there. The first process of each machine calls this."""
+    """Download the data set if it is missing. The first process of each machine calls this."""
     if not args.fake_data:
         socket.setdefaulttimeout(60)  # a server may not answer
         FashionMNIST(args.data_dir, download=True)
@@ -112,7 +124,8 @@ def prepare_data(args):
 def load_data(args):
     """Return the training set and the test set: images (N, 1, 28, 28) as uint8, labels (N,).
 
-    All ranks call it with the same random numbers of torch and Python.
+    All processes must return the same samples in the same order. torch and random are seeded; seed
+    numpy, and sort file names and what comes from a set.
     """
     if args.fake_data:
         return fake_images(args.fake_data, (1, 28, 28), args.seed)
@@ -125,7 +138,7 @@ def load_data(args):
 def normalize(images):
     """Return uint8 images as floats from 0 to 1."""
     if images.dtype != torch.uint8:
-        raise TypeError("normalize takes uint8: for images that are floats, leave out its division")
+        raise TypeError("normalize expects images of uint8: edit it for other inputs")
     return images.div(255).to(memory_format=torch.channels_last)
 
 
@@ -135,99 +148,115 @@ def augment(images):
     return torch.where(flip, images.flip(3), images)
 
 
-def loss_and_correct(model, images, labels):
-    """Return the sum of the images' losses, and how many are classified correctly, as tensors."""
-    smoothing = 0.1 if model.training else 0.0
+def loss_and_counts(args, model, images, labels):
+    """Return the mean loss of the images, and how many are classified correctly, as tensors.
+
+    The loss is a mean over the samples (not over weights or tokens). The counts may have any shape:
+    they are added up over all batches and processes, for metrics().
+    """
+    smoothing = 0.0
     if model.training:
+        smoothing = 0.1  # so the training loss is higher than the test loss
         images = augment(images)
     logits = model(normalize(images))
-    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
     return loss, (logits.argmax(1) == labels).sum()
 
 
+def metrics(counts, samples):
+    """Return what the log shows beside the loss, by name. The counts are sums over the samples."""
+    return {"accuracy": counts / samples}
+
+
 # ---- Training ----
-@record  # torchrun then reports the exception of the rank that fails first
+@record  # torchrun then reports the exception of the process that fails first
 def train(args):
+    # DDP: the number of this process, how many there are, its GPU; args and checkpoint of rank 0
     args, rank, world_size, device, checkpoint = form_group(args)
-    torch.manual_seed(args.seed)  # in load_data, all ranks draw the same random numbers
+
+    torch.manual_seed(args.seed)  # DDP: what load_data draws is the same in all processes
     random.seed(args.seed)
-    train_set, test_set = (TensorDataset(*tensors) for tensors in load_data(args))  # equal lengths
-    x, y = (tensor.to(device) for tensor in train_set.tensors)
-    test_x, test_y = (tensor[rank::world_size].split(args.batch_size)
-                      for tensor in test_set.tensors)
+    (x, y), test_set = load_data(args)
+    assert len(x) == len(y), "each input needs a label"
+    x, y = x.to(device), y.to(device)  # all samples, on each GPU. For more data, copy cifar10_ddp
+    # DDP: each process tests every world_size-th sample, so each sample once. It may have none
+    test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
+    test_batches = [batch for batch in zip(test_x, test_y) if len(batch[0])]
     global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
-    # Each process computes its share of a batch in parts of at most --batch-size
-    parts = len(range(rank, global_batch, world_size * args.batch_size))
+    # Gradient accumulation: a batch is divided into parts of at most --batch-size samples, and each
+    # process computes every world_size-th part
+    parts = world_size * math.ceil(global_batch / (world_size * args.batch_size))
+    own_parts = range(rank, min(parts, global_batch), world_size)
 
-    torch.manual_seed(args.seed)  # again: the weights do not depend on what load_data draws
+    torch.manual_seed(args.seed)  # so that the first weights do not depend on load_data
     model = build_model(args).to(device, memory_format=torch.channels_last)
-    if not model.training:  # as from_pretrained() returns it. Other models may have frozen layers
+    if not model.training:  # from_pretrained() returns models in evaluation mode
         model.train()
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, images=len(x), global_batch=global_batch,
-                            label_digest=digest(y))
+    settings = run_settings(args, images=len(x), global_batch=global_batch, label_digest=digest(y))
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved)
-    del checkpoint  # a second copy of weights and optimizer
+    del checkpoint  # free the memory of its copy of the weights
+    # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
-        f"torch {torch.__version__} | global batch {global_batch} of {len(x)} images | "
-        f"steps {step} to {total_steps}")
+        f"torch {torch.__version__} | global batch {global_batch} "
+        f"({world_size} x {global_batch / world_size:g}) of {len(x)} images | "
+        f"learning rate {peak_rates[0]:g} | steps {step} to {total_steps}"
+        + (", resumed" if step else "")
+        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     signals = catch_signals()
     first_step = step + 1
     saved_step, save_time = step, time.perf_counter()
-    # At the end of an epoch, a resumed run repeats the evaluation, which may have been missed
+    # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
-        # The order depends on seed and epoch only: a resumed run goes on where it stopped
+        # DDP: the order depends on seed and epoch alone, so it is the same in all processes.
+        # (hash() of numbers is the same everywhere)
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
         order = torch.randperm(len(x), generator=shuffle).to(device)
-        loss_sum = correct_sum = count = 0  # of this process in this epoch
+        loss_sum = counts = samples = 0  # of this process in this epoch
         epoch_time = time.perf_counter()
         first_batch = max(0, step - epoch * steps_per_epoch)
         for batch in order.split(global_batch)[first_batch:steps_per_epoch]:
-            # Has any process received a signal? They exchange this while they compute the step
-            check = step % CHECK_EVERY == 0
-            stop = torch.tensor(len(signals) if check else 0)
-            exchange = dist.all_reduce(stop, async_op=True) if check and world_size > 1 else None
-
             for group, peak_rate in zip(optimizer.param_groups, peak_rates):
-                group["lr"] = peak_rate * learning_rate(step, total_steps)
+                group["lr"] = peak_rate * learning_rate(args, step, total_steps)
             optimizer.zero_grad()
-            for part in range(parts):
-                first = rank + part * world_size
-                indices = batch[first::parts * world_size]
-                seed_step(hash((args.seed, step, first)), device)  # of random flips and dropout
-                # Exchange gradients with the last part only. (no_sync() sets this, too.)
-                ddp_model.require_backward_grad_sync = part == parts - 1
+            for part in own_parts:
+                indices = batch[part::parts]  # DDP: part 1 of 4 has the samples 1, 5, 9, ...
+                # DDP: each part has other random flips and dropout, the same ones after a resume
+                seed_step(hash((args.seed, step, part)), device)
+                # DDP: exchange gradients once, after the last part (no_sync() sets this, too)
+                ddp_model.require_backward_grad_sync = part == own_parts[-1]
                 with autocast:
-                    loss, correct = loss_and_correct(ddp_model, x[indices], y[indices])
-                (loss * (world_size / global_batch)).backward()  # DDP divides by world_size
-                loss_sum += loss.detach().double()  # a tensor: the CPU does not wait for the GPU
-                correct_sum += correct.detach().double()
-                count += len(indices)
+                    loss, part_counts = loss_and_counts(args, ddp_model, x[indices], y[indices])
+                # DDP divides the sum of all gradients by world_size. The factor makes of it the
+                # gradient of the mean loss of the global batch, also if parts differ in length
+                (loss * (len(indices) * world_size / global_batch)).backward()
+                loss_sum += len(indices) * loss.detach().double()  # on the GPU: no waiting for it
+                counts += part_counts.detach().double()
+                samples += len(indices)
             optimizer.step()
             step += 1
 
             now = time.perf_counter()
-            if step == first_step:  # it takes longer than others
+            if step == first_step:  # not timed: the first step is slower
                 start = log_time = now
             elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
                 rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
-                    f"loss {loss_sum / count:.4f}  accuracy {correct_sum / count:.4f}  "
+                    f"{show(results_of(loss_sum, counts, samples))}  "
                     f"{rate * global_batch:,.0f} images/s  "
                     f"{timedelta(seconds=round((total_steps - step) / rate))} left")
-            if exchange:
-                exchange.wait()
             end_of_epoch = step % steps_per_epoch == 0
+            # DDP: if one process stopped alone, the others would wait for its gradients
+            stop = (end_of_epoch or step % CHECK_EVERY == 0) and any_rank_has(signals)
             if end_of_epoch:
-                check_finite(saved)
                 check_weights(saved)
             due = end_of_epoch or now - save_time >= 60 * args.save_every
             if rank == 0 and args.checkpoint and (stop or due):
@@ -236,56 +265,47 @@ def train(args):
             if stop and step < total_steps:
                 close_group()
                 sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
-        if count:  # a run that is resumed at the end of an epoch only evaluates
-            loss, accuracy = mean_of_all_ranks([loss_sum, correct_sum], count, device)
-            log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}")
+        if samples:  # otherwise, the run was resumed at the end of this epoch
+            results = results_of(*sum_over_ranks(loss_sum, counts, samples))
+            log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}")
         with autocast:
-            test_loss, test_accuracy = evaluate(model, zip(test_x, test_y), device)
-        log(f"epoch {epoch + 1}/{args.epochs}  test loss {test_loss:.4f}  "
-            f"accuracy {test_accuracy:.4f}  {time.perf_counter() - epoch_time:.1f} s")
-    if rank == 0 and args.checkpoint and step > saved_step:  # an edited loop has ended early
+            test = evaluate(args, model, test_batches, device)
+        log(f"epoch {epoch + 1}/{args.epochs}  test {show(test)}  "
+            f"{time.perf_counter() - epoch_time:.1f} s")
+    if rank == 0 and args.checkpoint and step > saved_step:  # if you end the loop early
         save_checkpoint(args.checkpoint, saved, settings, step)
     close_group()
 
 
-def evaluate(model, batches, device):
-    """Return the mean loss and accuracy over all ranks' samples. batches: those of this rank."""
+def evaluate(args, model, batches, device):
+    """Return the mean loss and the metrics of the samples of all processes, as floats by name.
+
+    batches are the test batches of this process.
+    """
     if dist.get_world_size() > 1:
         for buffer in model.buffers():
-            dist.broadcast(buffer, 0)  # BatchNorm's running statistics, if any
+            dist.broadcast(buffer, 0)  # DDP: BatchNorm's statistics are of a process's own samples
     frozen = [module for module in model.modules() if not module.training]
     model.eval()
-    loss_sum = correct_sum = count = 0
+    loss_sum = counts = samples = 0
     with torch.no_grad():
         for batch in batches:
-            # Copies: a loss function may change its batch, and these are used in each epoch
-            batch = [tensor.to(device, copy=True) for tensor in batch]
-            loss, correct = loss_and_correct(model, *batch)
-            loss_sum += loss.double()
-            correct_sum += correct.double()
-            count += len(batch[0])
-    model.train()  # some layers (LoRA) undo in it what they did in eval(). It wakes frozen ones
-    for module in frozen:
+            batch = [tensor.to(device, copy=True) for tensor in batch]  # the loss may change it
+            loss, batch_counts = loss_and_counts(args, model, *batch)
+            loss_sum += len(batch[0]) * loss.double()
+            counts += batch_counts.double()
+            samples += len(batch[0])
+    model.train()
+    for module in frozen:  # as they were before
         module.training = False
-    return mean_of_all_ranks([loss_sum, correct_sum], count, device)
+    return results_of(*sum_over_ranks(loss_sum, counts, samples))
 
 
-def digest(labels):
-    """Return a number by which ranks, and a resume, notice other labels or another order."""
-    labels = labels[::1 + labels.numel() // 10**6].flatten()  # it copies overlapping windows
-    labels = labels[::1 + len(labels) // 1000]  # enough of them
-    if labels.is_floating_point():  # those computed on another machine differ in the last digits
-        labels = labels.double()
-        labels = labels > labels.nanmean()  # missing ones may be nan
-    return hash(tuple(labels.tolist()))
-
-
-# ---- Processes ----
+# ---- The last part starts, connects, saves and stops the processes. You need not read it. ----
 def form_group(args):
-    """Form the process group, and download the data.
+    """Connect all processes. Return args, rank, world size, device, and checkpoint ({} if none).
 
-    Return rank 0's args, this process's rank, the world size, this process's device, and rank 0's
-    checkpoint, {} if there is none.
+    args and checkpoint come from rank 0: another machine may not have the file.
     """
     rank, local_rank, world_size = setup_environment()
     device = pick_device(local_rank)
@@ -350,20 +370,22 @@ def run_worker(rank, parent, args):
     train(args)
 
 
-# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def setup_environment():
-    """Return rank, local rank and world size. Set torchrun's variables in a step of srun."""
+    """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when torchrun is killed
+        # PR_SET_PDEATHSIG: if torchrun is killed, stop, too. A process would keep its GPU and port
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
     if tasks > 1 and not launched and not shell:  # srun python train.py
-        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])  # n07 of n[07-09]
+        # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
+        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
         env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
-        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])  # steps may overlap
+        # Another port for each job and step, because those of one node may run at the same time
+        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
                    LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
@@ -404,11 +426,25 @@ def set_threads():
         torch.set_num_threads(cores_per_process())
 
 
-def mean_of_all_ranks(sums, count, device):
-    """Return each sum of all ranks, divided by their count."""
-    totals = torch.tensor([*sums, count], dtype=torch.float64, device=device)
-    dist.all_reduce(totals)
-    return (totals[:-1] / totals[-1]).tolist()
+def sum_over_ranks(*sums):
+    """Return each of the sums, added up over all ranks. A rank that has no samples adds zeros."""
+    own = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)  # not all_reduce: such a rank has counts of no shape
+    return [sum(values) for values in zip(*of_ranks)]
+
+
+def results_of(loss_sum, counts, samples):
+    """Return the mean loss and the metrics, by name, as floats. Without samples, there are none."""
+    if not samples:
+        return {}
+    means = {"loss": loss_sum / samples, **metrics(counts, samples)}
+    return {name: float(value) for name, value in means.items()}
+
+
+def show(results):
+    """Return results as text, for the log."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in results.items()) or "no samples"
 
 
 def seed_step(seed, device):
@@ -430,7 +466,7 @@ def choose_global_batch(args, checkpoint, samples, world_size):
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
-    time.sleep(0.5)  # gloo's threads may still work (pytorch#154976): a hang or an abort without it
+    time.sleep(0.5)  # without it, 1 of 20 runs aborts in a thread of gloo (pytorch#154976)
     dist.destroy_process_group()
 
 
@@ -448,50 +484,60 @@ def catch_signals():
     return signals
 
 
-def tensors_of(saved):
-    """Return the weights and BatchNorm's running statistics of all models in saved, by name."""
-    return {f"{key}.{name}": tensor
-            for key, model in saved.items() if isinstance(model, nn.Module)
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-            if isinstance(tensor, nn.Parameter) or "running" in name}
+def any_rank_has(signals):
+    """Return whether any process has received a signal. All processes call this together."""
+    count = torch.tensor(len(signals))
+    dist.all_reduce(count)
+    return count.item() > 0
 
 
-def check_finite(saved):
-    """Exit unless the weights and running statistics of all models are finite."""
-    for name, tensor in tensors_of(saved).items():
-        if not tensor.isfinite().all():
-            sys.exit(f"error: {name} is not finite: use a lower --lr (and another --checkpoint), "
-                     "or data without NaN and huge values")
+def norms_of(saved):
+    """Return the norms of the weights in saved, by name. Exit if a weight is not finite."""
+    norms = {f"{key}.{name}": weight.detach().double().norm().item()
+             for key, model in saved.items() if isinstance(model, nn.Module)
+             for name, weight in model.named_parameters()}
+    for name, norm in norms.items():
+        if not math.isfinite(norm):
+            sys.exit(f"error: {name} contains NaN or infinity: lower --lr (with another "
+                     "--checkpoint), or look for NaN and very large values in the data")
+    return norms
 
 
 def check_weights(saved):
-    """Exit unless all models have the same weights on all ranks, as averaged gradients leave them.
+    """Exit unless all processes have the same weights: gradients that are not averaged are silent.
 
-    Only their norms are compared: weights that are kept at norm 1 may differ without an error.
+    Only the norms are compared: weights that are kept at norm 1 may differ without an error.
     """
-    norms = {name: tensor.detach().double().norm().item()
-             for name, tensor in tensors_of(saved).items() if isinstance(tensor, nn.Parameter)}
+    norms = norms_of(saved)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
-    norm_of_all = math.hypot(*norms.values())
-    for name in norms:
-        of_this = [other[name] for other in of_ranks if name in other]
-        rounding = 1e-5 * max(*of_this, 1e-3 * norm_of_all)
-        if max(of_this) - min(of_this) > rounding:
-            sys.exit(f"error: {name} differs between the ranks: call ddp_model(...), and in the "
-                     "loss model(...), no method of it; each model needs its DDP; set "
-                     "requires_grad in build_model; update averages on all ranks")
+    least = 1e-8 * math.hypot(*norms.values())  # a smaller difference is rounding
+    for name, norm in norms.items():
+        if not all(math.isclose(norm, others.get(name, norm), rel_tol=1e-5, abs_tol=least)
+                   for others in of_ranks):
+            sys.exit(f"error: {name} differs between the processes. In train(), call ddp_model(), "
+                     "not model(); in the loss, call model(...), no method of it. Each model needs "
+                     "a DDP, requires_grad is set in build_model, all ranks update an average")
+
+
+def digest(labels):
+    """Return a number that changes if a process, or a resumed run, has other labels or an order."""
+    labels = labels[::1 + labels.numel() // 10**6].flatten()  # a copy, if windows overlap
+    labels = labels[::1 + len(labels) // 1000]  # enough of them
+    if labels.is_floating_point():  # those computed on another machine differ in the last digits
+        labels = labels.double()
+        labels = labels > labels.nanmean()  # missing ones may be nan
+    return hash(tuple(labels.tolist()))
 
 
 def different(settings, others):
-    """Return the names of the settings that have another value. A missing one is None."""
+    """Return the names of settings whose values differ. A missing setting counts as None."""
     return [name for name in {**settings, **others}
-            if settings.get(name) != others.get(name)
-            and str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
+            if str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
 
 
 def run_settings(args, **more):
-    """Return what defines the run: the flags but for MAY_CHANGE, and more. Exit if ranks differ."""
+    """Return what defines the run: all flags except MAY_CHANGE, and more. Exit if ranks differ."""
     settings = {**vars(args), **more}
     settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
     settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
@@ -499,14 +545,14 @@ def run_settings(args, **more):
     dist.all_gather_object(of_ranks, settings)
     names = sorted({name for others in of_ranks for name in different(settings, others)})
     if names:
-        sys.exit(f"error: the ranks have different data ({', '.join(names)}): sort what comes from "
-                 "a set or a folder, and seed what is random (or name them in MAY_CHANGE)")
+        sys.exit(f"error: the processes have different data or settings ({', '.join(names)}): sort "
+                 "what comes from a set or a folder, and seed what is random")
     return settings
 
 
 def save_checkpoint(path, saved, settings, step):
-    """Replace the file at path: at any moment, it is the old one or the new one."""
-    check_finite(saved)
+    """Write a checkpoint. At any moment, the file at path is the old or the complete new one."""
+    norms_of(saved)  # exits if weights are not finite
     states = {name: item.state_dict() for name, item in saved.items()}
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
     with open(temporary, "wb") as file:
@@ -534,8 +580,9 @@ def restore(checkpoint, settings, saved):
     changes = [f"{name} {before.get(name)}, not {settings.get(name)}"
                for name in different(before, settings)]
     if changes:
-        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): "
-                 "name another --checkpoint")
+        sys.exit(f"error: the checkpoint has other settings ({'; '.join(changes):.500}): use the "
+                 "same flags and data, or another --checkpoint. If a flag of your own may differ, "
+                 "add it to MAY_CHANGE")
     for name, item in saved.items():
         item.load_state_dict(checkpoint[name])
     return checkpoint["step"]
@@ -544,7 +591,8 @@ def restore(checkpoint, settings, saved):
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # OSError: a closed pipe. ValueError: an encoding. RuntimeError: a signal's in another print
+        # OSError: a closed pipe, as of "| head". ValueError: an encoding. RuntimeError: a signal
+        # handler prints during a print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 

@@ -104,14 +104,17 @@ def tutorial_steps(script, model, data, args, rank, nproc, device):
         yield
 
 
-def compute_steps(module, model, optimizer, data, args, device):
+def compute_steps(script, module, model, optimizer, data, args, device):
     """Make the script's steps on one batch in memory; yield after every step."""
     x, y = (tensor[:args.batch_size].to(device) for tensor in data[:2])
     while True:
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            loss, _ = module.loss_and_correct(model, x, y)
-        (loss / args.batch_size).backward()
+            if script == "mnist_dp":  # which returns a sum
+                loss = module.loss_and_correct(model, x, y)[0] / len(x)
+            else:
+                loss, _ = module.loss_and_counts(args, model, x, y)
+        loss.backward()
         optimizer.step()
         yield
 
@@ -132,7 +135,7 @@ def run_program(name, script, flags):
     data, _ = module.load_data(args)
     if script == "cifar10_ddp":
         data = data.tensors
-    steps = compute_steps(module, model, optimizer, data, args, device)
+    steps = compute_steps(script, module, model, optimizer, data, args, device)
     if name == "tutorial":
         steps = tutorial_steps(script, model, data, args, rank, nproc, device)
     count = len(data[0]) // (args.batch_size * nproc)

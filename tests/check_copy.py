@@ -11,8 +11,12 @@ temporary files.
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
 import collections
+import contextlib
 import ctypes
+import errno
 import faulthandler
+import fcntl
+import functools
 import hashlib
 import importlib.util
 import json
@@ -22,62 +26,97 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 TRAINING_SAMPLES, TEST_SAMPLES = 54, 23  # 3 steps of 16 samples in an epoch; 6 are left out
 SETTINGS = {"epochs": 2, "global_batch": 16, "workers": 1, "nproc": None, "log_every": 1e9,
             "save_every": 1e9, "timeout": 1800}
 WAIT = 60  # seconds: a process that computes nothing for longer waits for another
+FORBIDDEN = "the check forbids to change an absolute path; use a relative path"
 # A call of the copy's train(). checkpoint: the name of the job that writes it
 Job = collections.namedtuple("Job", "name checkpoint batch_size end", defaults=(4, "last step"))
 
 
 # ---- In each process that trains ----
-def process(path, folder, rank, wait, jobs, flags):
+def process(path, here, folder, rank, wait, jobs, flags):
     """Call the copy's train() for each job, and write what was seen in it."""
     global torch
     import torch  # not in the process that compares: it takes two seconds
     own_folder = os.path.dirname(os.path.realpath(__file__))
-    sys.path[:] = [os.path.dirname(path), *(place for place in sys.path if place != own_folder)]
+    places = [place for place in sys.path if place != own_folder]
     sys.argv = [path, *flags]
+    with contextlib.suppress(AttributeError, PermissionError):
+        os.setsid()  # loader processes end with this one
     if sys.platform == "linux":
         torch.multiprocessing.set_start_method("fork", force=True)
+    tempfile.tempdir = folder
+    files = Files(folder)
+    steps = 0  # of the job before
+    status = 0
+    for number, job in enumerate(map(Job._make, jobs)):
+        sys.stdout = sys.stderr = open(f"{folder}/{job.name}-{rank}.log", "w", buffering=1)
+        os.dup2(sys.stdout.fileno(), 1)
+        os.dup2(1, 2)
+        mirror = f"{folder}/{job.checkpoint}"  # of the whole tree of folders: ../data, too
+        try:
+            os.chdir(mirror + here)
+            files.own(mirror + path)  # a file beside __file__ is one of the temporary folder, too
+            sys.path[:] = [os.path.dirname(mirror + path), *places]
+            module = load(mirror + path)  # anew: no job finds the globals of the one before
+            if job.name == "one":
+                files.download(module, here)
+                for other in jobs:
+                    make_links(f"{folder}/{other[1]}", here)
+                os.chdir(mirror + here)
+            if number == 0:
+                files.forbid_the_rest()
+            seen = train(module, folder, wait, job, steps)
+            steps = len(seen["steps"])
+            pathlib.Path(f"{folder}/{job.name}-{rank}.json").write_text(json.dumps(seen))
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+            if job.name in ("one", "two"):
+                break
+        finally:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's would raise an error
+            for child in torch.multiprocessing.active_children():
+                child.kill()  # loader processes ignore other signals
+    os._exit(status)
+
+
+def load(path):
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # to pickle its functions and classes
     spec.loader.exec_module(module)
-    functions = {**vars(module), "torch.save": torch.save, "torch.load": torch.load}
-    steps = 0  # of the job before
-    for job in jobs:
-        seen = train(module, functions, folder, wait, Job(*job), steps)
-        steps = len(seen["steps"])
-        pathlib.Path(f"{folder}/{job[0]}-{rank}.json").write_text(json.dumps(seen))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
-    for child in torch.multiprocessing.active_children():
-        child.kill()
-    os._exit(0)
+    return module
 
 
 class FirstStep(BaseException):
     """Ends a training before its first step."""
 
 
-def train(module, functions, folder, wait, job, steps):
+def train(module, folder, wait, job, steps):
     """Call the copy's train(). Return what was seen in it, as numbers and text."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
+    functions = dict(vars(module))
     calls = []  # of the loss, of which the next step is made: results and batches
     sets, saved, trained, evaluating, first_buffers = [], {}, {}, [], []
 
     def sign_of_life():
-        if wait:  # for so many seconds, then print the line in which each thread is, and end
-            faulthandler.dump_traceback_later(wait, exit=True)
+        """After so many seconds without another one, print where each thread is, and end."""
+        faulthandler.dump_traceback_later(wait, exit=True)
 
     def load_few(args):
         loaded = functions["load_data"](args)
@@ -142,27 +181,20 @@ def train(module, functions, folder, wait, job, steps):
         if job.end == "signal" and len(seen["steps"]) == min(steps * 2 // 3, steps - 2):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def aside(path, reading=False):
-        """Return a temporary path for what the copy saves beside its checkpoint, as best.pt."""
-        own = isinstance(path, (str, os.PathLike)) and os.path.dirname(path) != folder
-        temporary = f"{folder}/{job.name}-{os.path.basename(path)}" if own else path
-        return temporary if not reading or not own or os.path.exists(temporary) else path
-
     loss_name = "loss_of" if "loss_of" in functions else "loss_and_correct"
-    save, torch_save, torch_load = map(functions.get, ("save_checkpoint", "torch.save",
-                                                       "torch.load"))
     seeing = {"load_data": load_few, "restore": see_restore, loss_name: see_loss,
-              "evaluate": see_evaluation,
-              "save_checkpoint": lambda path, *rest: save(aside(path), *rest)}
+              "evaluate": see_evaluation}
     vars(module).update({name: see for name, see in seeing.items() if name in functions})
-    torch.save = lambda value, path, **options: torch_save(value, aside(path), **options)
-    torch.load = lambda path, *rest, **options: torch_load(aside(path, True), *rest, **options)
     module.CHECK_EVERY = 1
     args = module.parse_args()
     settings = {**SETTINGS, "batch_size": job.batch_size,
                 "checkpoint": f"{folder}/{job.checkpoint}.pt",
                 "lr": 0.01 * getattr(args, "lr", 1)}  # no copy diverges in small batches
     vars(args).update({name: value for name, value in settings.items() if hasattr(args, name)})
+    here = os.getcwd().removeprefix(f"{folder}/{job.checkpoint}")
+    for name, value in vars(args).items():
+        if isinstance(value, str) and is_beneath(value, here):  # what the copy made absolute
+            setattr(args, name, f"{folder}/{job.checkpoint}{value}")
     hook = register_optimizer_step_pre_hook(before_step)
     sign_of_life()
     try:
@@ -171,10 +203,11 @@ def train(module, functions, folder, wait, job, steps):
         if job.end == "last step":
             raise
         seen["stopped"] = True
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    hook.remove()
-    faulthandler.cancel_dump_traceback_later()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        hook.remove()
+        faulthandler.cancel_dump_traceback_later()
     parts = saved.get("parts", {})
     seen["end"] = {f"{name}{place}": value for name, part in parts.items()
                    for place, value in numbers(part.state_dict()).items()}
@@ -187,6 +220,133 @@ def train(module, functions, folder, wait, job, steps):
     if job.name == "one":
         seen["many"] = [read(data, size(data) if are_tensors(data) else 300) for data in sets]
     return seen
+
+
+# ---- Files: a copy works in a temporary folder of links to the user's files ----
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Audit events that change a folder, or what is in a file or folder: which arguments are paths
+OF_FOLDERS = {"os.remove": (0,), "os.rmdir": (0,), "os.mkdir": (0,), "os.rename": (0, 1),
+              "os.link": (1,), "os.symlink": (1,)}
+OF_CONTENTS = {"os.truncate": (0,), "os.utime": (0,), "os.chmod": (0,), "os.chown": (0,),
+               "os.link": (0,), "shutil.rmtree": (0,), "sqlite3.connect": (0,)}
+OF_PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
+
+
+def make_links(mirror, here):
+    """Make folders of links, so that mirror + path leads to the file at path."""
+    inner = None
+    for place in (here, *map(str, pathlib.Path(here).parents)):
+        os.makedirs(mirror + place, exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            for entry in os.scandir(place):
+                link = os.path.join(mirror + place, entry.name)
+                if entry.path != inner and not os.path.lexists(link):
+                    os.symlink(entry.path, link)
+        inner = place
+
+
+def is_beneath(path, folder):
+    return f"{path}/".startswith(f"{folder}/")
+
+
+class Files:
+    """Sees what Python is going to write: puts it into the temporary folder, or forbids it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+        caches = [os.environ.get(name, cache) for name in ("TORCH_HOME", "HF_HOME")]
+        self.free = [folder, "/dev", *{os.path.realpath(cache) for cache in [cache, *caches]}]
+        self.begin_of_download = None
+        sys.addaudithook(self.see)
+        for module in (torch, torch.jit):  # in C++: no audit event
+            module.save = functools.partial(self.save, module.save)
+
+    def save(self, save, *arguments, **options):
+        path = options.get("f", arguments[-1])
+        if isinstance(path, (str, os.PathLike)):
+            self.own(path, keep=False)
+        return save(*arguments, **options)
+
+    def see(self, event, arguments):
+        if event == "open" and (arguments[2] or 0) & WRITES:
+            self.own(arguments[0], keep=not arguments[2] & os.O_TRUNC)
+        for number in OF_FOLDERS.get(event, ()):
+            self.own(arguments[number], content=False)
+        for number in OF_CONTENTS.get(event, ()):
+            self.own(arguments[number])
+        if event in OF_PROGRAMS:  # cp last.pt best.pt
+            for word in re.findall(r"[^\s'\",()\[\]]+", str(arguments[:2])):
+                if is_beneath(os.path.abspath(word), self.folder) and os.path.lexists(word):
+                    self.own(word)
+
+    def own(self, path, content=True, keep=True):
+        """Put real folders and files in place of the links on the way to path.
+
+        content: of path itself, too; keep: with what is in it.
+        """
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return  # the number of an open file
+        path = os.path.abspath(os.fsdecode(path))
+        if not is_beneath(path, self.folder):
+            self.check(os.path.realpath(path))
+            return
+        place = self.folder
+        parts = pathlib.Path(path).relative_to(self.folder).parts
+        for number, part in enumerate(parts, 1):
+            place = os.path.join(place, part)
+            if os.path.islink(place) and (number < len(parts) or content):
+                target = os.path.realpath(place)
+                if is_beneath(target, self.folder):  # the copy's own link
+                    place = target
+                else:
+                    self.replace(place, target, keep or number < len(parts))
+
+    def replace(self, link, target, keep):
+        new = tempfile.mktemp(dir=self.folder)
+        if os.path.isdir(target):
+            os.mkdir(new)
+            for entry in os.scandir(target):
+                os.symlink(entry.path, f"{new}/{entry.name}")
+        elif os.path.exists(target) and keep:
+            shutil.copyfile(target, new)
+        with open(f"{self.folder}/lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another rank may do the same
+            if os.path.islink(link):
+                os.unlink(link)
+                if os.path.exists(new):
+                    os.rename(new, link)
+
+    def check(self, path):
+        """Raise an error unless path may be written."""
+        if any(is_beneath(path, place) for place in self.free):
+            return
+        if self.begin_of_download and (not os.path.exists(path) or
+                                       os.path.getmtime(path) >= self.begin_of_download):
+            return
+        raise PermissionError(errno.EACCES, FORBIDDEN, path)
+
+    def download(self, module, here):
+        """Let the copy download its data into the user's folder, where it may change nothing."""
+        if hasattr(module, "prepare_data"):
+            os.chdir(here)
+            self.begin_of_download = time.time()
+            module.prepare_data(module.parse_args())
+            self.begin_of_download = None
+
+    def forbid_the_rest(self):
+        """Let the kernel refuse what Python does not see: Landlock, of Linux 5.19 and later."""
+        system = ctypes.CDLL(None)
+        version = system.syscall(444, None, 0, 1) if sys.platform == "linux" else 0
+        if version < 2:
+            return
+        writes = 0x3ff2 | (version > 2) << 14  # all but read and execute; the last one: truncate
+        rules = system.syscall(444, struct.pack("Q", writes), 8, 0)
+        for place in filter(os.path.isdir, self.free):
+            rule = struct.pack("=Qi", writes, os.open(place, os.O_PATH))
+            system.syscall(445, rules, 1, rule, 0)
+        system.prctl(38, 1, 0, 0, 0)
+        system.syscall(446, rules, 0)
 
 
 # ---- Samples ----
@@ -234,7 +394,7 @@ class Few:
 def read(data, count):
     """Return digests of about so many samples, from all of a data set."""
     found = []
-    for index in range(0, size(data), max(1, size(data) // count)):
+    for index in range(0, size(data), max(1, size(data) // max(1, count))):
         random.seed(0)
         torch.default_generator.manual_seed(0)
         if "numpy" in sys.modules:
@@ -293,8 +453,8 @@ def random_numbers():
 
 
 # ---- Start these processes ----
-def run(folder, path, flags, jobs, nproc=1, wait=None):
-    """Do jobs in nproc processes. Return what each rank has seen in each, and how it failed."""
+def run(folder, path, flags, jobs, nproc=1, wait=1800):
+    """Do jobs in nproc processes. Return what each rank has seen in each, and how others ended."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -302,46 +462,55 @@ def run(folder, path, flags, jobs, nproc=1, wait=None):
               "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled",
+               PYTHONDONTWRITEBYTECODE="1", TMPDIR=folder,
                TORCH_DISTRIBUTED_DEBUG="INFO")  # names the parameters that have no gradient
     if nproc > 1:
         env.update(WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    here = os.getcwd()
+    for mirror in {f"{folder}/{job.checkpoint}" for job in jobs}:
+        if not os.path.exists(mirror):
+            make_links(mirror, here)
     processes = []
     try:
         for rank in range(nproc):
             env.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            processes.append(start([path, folder, rank, wait, jobs, flags], env,
-                                   f"{folder}/{jobs[0].name}-{rank}.log"))
+            processes.append(start([path, here, folder, rank, wait, jobs, flags], env))
         statuses = [process.wait() for process in processes]
     finally:
         for process in processes:
             process.kill()
-    seen = {}
-    for name in [job.name for job in jobs]:
-        files = [pathlib.Path(f"{folder}/{name}-{rank}.json") for rank in range(nproc)]
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # and its loader processes
+    seen, problems = {}, {}
+    for job in jobs:
+        names = [f"{folder}/{job.name}-{rank}" for rank in range(nproc)]
+        files = [pathlib.Path(f"{name}.json") for name in names]
         if all(file.exists() for file in files):
-            seen[name] = [json.loads(file.read_text()) for file in files]
-    ends = [last_lines(path, status, f"{folder}/{jobs[0].name}-{rank}.log")
-            for rank, status in enumerate(statuses)]
-    return seen, "".join(f"\n      rank {rank} {end}" for rank, end in enumerate(ends)
-                         if any(statuses))
+            seen[job.name] = [json.loads(file.read_text()) for file in files]
+            continue
+        ends = [how_it_ended(path, file.exists() or status, f"{name}.log")
+                for name, file, status in zip(names, files, statuses)]
+        problems[job.name] = "".join(f"\n      rank {rank} {end}" for rank, end in enumerate(ends))
+    return seen, problems
 
 
-def start(arguments, env, log):
+def start(arguments, env):
     command = [sys.executable, os.path.realpath(__file__), "--process", json.dumps(arguments)]
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=open(log, "w"),
-                            stderr=subprocess.STDOUT)
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
 
 
-def last_lines(path, status, log):
-    """Return how a process has ended, and in which lines of the copy."""
-    if status == 0:
+def how_it_ended(path, status, log):
+    """Return how a process has ended, and in which lines of the copy. status: True if it is well"""
+    text = pathlib.Path(log).read_text(errors="replace") if os.path.exists(log) else ""
+    if status is True:
         return "has ended"
-    text = pathlib.Path(log).read_text(errors="replace")
     waits = "Timeout (" in text  # faulthandler's word
     stack = text.rpartition("(most recent call")[2]
-    errors = re.findall(r"^(?:[\w.]+Error|error|Parameters which).*", stack, re.MULTILINE)
-    frames = re.findall(rf'File "{re.escape(path)}", line (\d+)(?:,? in (\w+))?', stack)
-    lines = ["waits in" if waits else f"ends with status {status}"]
+    if status < 0 and not waits:
+        return f"was killed by {signal.Signals(-status).name}: is there too little memory?"
+    errors = re.findall(r"^(?:[\w.]+Error|SystemExit|error|Parameters which).*", stack, re.MULTILINE)
+    frames = re.findall(rf'File ".*{re.escape(path)}", line (\d+)(?:,? in (\w+))?', stack)
+    lines = ["waits in" if waits else "ends with an error in"]
     for number, name in [frame for frame in frames if frame[1]] or frames[-1:]:
         place = f"line {number}, {name}()" if name else f"line {number}"
         lines.append(f"{place}: {linecache.getline(path, int(number)).strip()}")
@@ -351,6 +520,8 @@ def last_lines(path, status, log):
 
 # ---- Compare ----
 failed = []
+LATER = {"again": "a finished run that is started again", "test": "an evaluation",
+         "whole test": "an evaluation of a single batch", "whole step": "a step of a single part"}
 
 
 def check(promise, good, otherwise):
@@ -365,53 +536,76 @@ def skip(promise, reason):
 
 
 def main():
-    if len(sys.argv) < 2 or not os.path.isfile(sys.argv[1]):
+    """Return the exit status."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)
+    if len(sys.argv) < 2:
         print(__doc__)
-        sys.exit(2)
+        return 2
     path, flags = os.path.realpath(sys.argv[1]), sys.argv[2:]
+    if not os.path.isfile(path):
+        skip(sys.argv[1], "there is no such file")
+        return 2
     text = pathlib.Path(path).read_text(errors="replace")
     missing = [name for name in ("parse_args", "load_data", "train", "save_checkpoint")
                if f"def {name}(" not in text]
     if missing:
-        print(f"----  not checked: {sys.argv[1]} has no function {missing[0]}: it is no copy of "
-              "cifar10_ddp, fashionmnist_ddp or cpu_ddp")
-        sys.exit(2)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        sys.exit(compare(os.path.realpath(folder), path, flags))
+        skip(sys.argv[1], f"it has no function {missing[0]}: it is no copy of cifar10_ddp, "
+             "fashionmnist_ddp or cpu_ddp")
+        return 2
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return compare(os.path.realpath(folder), path, flags)
+    except KeyboardInterrupt:
+        skip("the rest", "interrupted")
+        return 2
 
 
 def compare(folder, path, flags):
     """Train, print what holds and what differs, and return the exit status."""
+    print(f"Checking {sys.argv[1]} on CPUs, with {TRAINING_SAMPLES} training samples and "
+          f"{TEST_SAMPLES} test samples of its data:\n2 epochs of 3 steps of 16 samples, in parts "
+          "of 4, on one process.", flush=True)
     begin = time.monotonic()
-    seen, problem = run(folder, path, flags, [Job("one", "one"),
-                                              Job("stopped", "stopped", end="signal")])
+    seen, problems = run(folder, path, flags, [Job("one", "one"),
+                                               Job("stopped", "stopped", end="signal")])
     if "one" not in seen:
-        print(f"----  not checked: one process does not train to the end on a CPU:{problem}")
+        skip("anything", f"one process does not train to the end on a CPU:{problems['one']}")
         return 2
-    wait = WAIT + time.monotonic() - begin
-    two, problem_of_two = run(folder, path, flags, [Job("two", "two")], 2, wait)
-    if "SyncBatchNorm" in problem_of_two:
-        print(f"----  not checked: SyncBatchNorm needs GPUs: check with BatchNorm{problem_of_two}")
+    if not seen["one"][0]["steps"]:
+        skip("anything", "train() has made no step of an optimizer")
         return 2
-    more, problem_of_more = run(folder, path, flags, [
-        Job("resumed", "stopped"), Job("again", "one"), Job("test", "two" if two else "one"),
+    seconds = time.monotonic() - begin
+    print(f"Now on two processes, then stopped and resumed: about {seconds:.0f} s more.", flush=True)
+    two, problems_of_two = run(folder, path, flags, [Job("two", "two")], 2, WAIT + seconds)
+    problems.update(problems_of_two)
+    if "SyncBatchNorm" in problems.get("two", ""):
+        skip("anything", f"SyncBatchNorm needs GPUs: check with BatchNorm{problems['two']}")
+        return 2
+    more, problems_of_more = run(folder, path, flags, [
+        Job("again", "one"), Job("test", "two" if two else "one"),
         Job("whole test", "two" if two else "one", batch_size=2 * TEST_SAMPLES),
         Job("whole step", "nothing", batch_size=16, end="first step"),
         Job("in parts", "nothing", end="first step in eval()"),
-        Job("at once", "nothing", batch_size=16, end="first step in eval()")])
+        Job("at once", "nothing", batch_size=16, end="first step in eval()"),
+        Job("resumed", "stopped")])
+    problems.update(problems_of_more)
     seen.update(**two, **more)
 
     if not check_data(seen):
         skip("the rest", "it would differ, too")
         return 1
     check("two processes train to the end", bool(two), "they do not. All ranks make the same "
-          f"calls: is one below `if rank == 0`?{problem_of_two}")
+          f"calls: is one below `if rank == 0`?{problems.get('two')}")
     of_a_batch = check_evaluation(seen, bool(two) and check_weights(*two["two"]))
     if not of_a_batch:
         note_parts(seen)
     check_training(seen, of_a_batch)
-    check_resume(seen, problem, problem_of_more, os.path.exists(f"{folder}/stopped.pt"))
-    return int(len(failed) > 0)
+    check_resume(seen, problems, os.path.exists(f"{folder}/stopped.pt"))
+    broken = [name for name in LATER if name in problems]
+    if broken:
+        skip("the rest", f"{LATER[broken[0]]} ends with an error:{problems[broken[0]]}")
+    return 1 if failed else 2 if broken else 0
 
 
 def check_data(seen):
@@ -453,7 +647,8 @@ def check_evaluation(seen, compare_two):
     results = {name: ranks[0]["evaluations"][-1] for name, ranks in seen.items()
                if any(ranks[0]["evaluations"])}
     if not {"one", "again", "test", "whole test"} <= {*results}:
-        skip(promise, "evaluate() is not called in the first two epochs")
+        if {"again", "test", "whole test"} <= {*seen}:  # else, their error is shown
+            skip(promise, "evaluate() is not called in the first two epochs")
         return False
     changes = ", and it changes the model" if one["changes"] else ""
     alike = check("an evaluation depends on the saved weights alone",
@@ -515,7 +710,8 @@ def check_training(seen, of_a_batch):
     parts, whole = ([losses for step in seen[name][0]["steps"][:1] for losses in step["losses"]]
                     if name in seen else [] for name in ("one", "whole step"))
     if not any(whole) or len(parts) != 4 * len(whole):
-        skip(promise, "the loss is not called once for each part of a batch")
+        if "whole step" in seen:
+            skip(promise, "the loss is not called once for each part of a batch")
     else:
         sums, whole_sums = ([sum(values) for values in zip(*losses)] for losses in (parts, whole))
         means = 2.8 < sums[0] / (whole_sums[0] or math.inf) < 5.6 or any(
@@ -551,7 +747,7 @@ def check_training(seen, of_a_batch):
               "gradients of all parts")
 
 
-def check_resume(seen, problem, problem_of_more, has_saved):
+def check_resume(seen, problems, has_saved):
     promise = "a stopped and resumed run ends with the same numbers"
     one = seen["one"][0]
     if not one["end"]:
@@ -561,10 +757,10 @@ def check_resume(seen, problem, problem_of_more, has_saved):
         skip(promise, f"two epochs have {len(one['steps'])} steps only")
         return
     stopped = "stopped" in seen and seen["stopped"][0]["stopped"] and has_saved
-    if not check("SIGTERM stops a run, which saves", stopped, f"it does not{problem}"):
+    if not check("SIGTERM stops a run, which saves", stopped, f"it does not{problems.get('stopped', '')}"):
         return
     if "resumed" not in seen:
-        check(promise, False, f"it does not end{problem_of_more}")
+        check(promise, False, f"it does not end{problems['resumed']}")
         return
     resumed = seen["resumed"][0]
     before, after = ({**job["weights"], **job["end"]} for job in (one, resumed))
@@ -591,9 +787,4 @@ def some(names):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--process"]:
         process(*json.loads(sys.argv[2]))
-    else:
-        try:
-            main()
-        except KeyboardInterrupt:
-            print("----  not checked: interrupted")
-            sys.exit(2)
+    sys.exit(main())

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What a copy of a script edits: different in each script.
 EDITED = {"parse_args", "CNN", "build_model", "build_optimizer", "learning_rate", "prepare_data",
-          "load_data", "normalize", "loss_and_correct", "loss_and_counts", "metrics", "train",
-          "main"}
+          "load_data", "normalize", "loss_of", "loss_and_counts", "loss_and_correct", "metrics",
+          "train", "main"}
 # Different in these scripts alone
 EDITED_IN = {"mnist_dp": {"evaluate"}, "cpu_ddp": {"form_group"},
              "synthetic_ddp": {"form_group", "build_loader", "evaluate"}}

@@ -12,10 +12,6 @@ from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
 
 
-MEANS = ("loss_of", "loss_and_counts")  # these return the mean loss of the samples
-LOSS_FUNCTIONS = (*MEANS, "loss_and_correct")  # a script has one of these
-
-
 class Part(NamedTuple):
     """One call of the model."""
     seed: int  # of the random numbers
@@ -37,17 +33,17 @@ class Recorder:
         self.rates = []  # for each step, the learning rates of the optimizer's groups
         self.evaluations = []  # for each evaluation, its list of Parts
         self.parts = []  # of this step
-        names = [name for name in LOSS_FUNCTIONS if hasattr(module, name)]
-        self.is_mean = names[0] in MEANS
-        loss_function = getattr(module, names[0])
-        setattr(module, names[0], lambda *arguments: self.call_loss(loss_function, *arguments))
+        name = loss_name(module)
+        loss_function = getattr(module, name)
+        setattr(module, name, lambda *arguments: self.call_loss(loss_function, *arguments))
         if hasattr(module, "evaluate"):
             watch(module, "evaluate", lambda *_: self.evaluations.append([]))
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
 
     def call_loss(self, loss_function, *arguments):
-        args, model, batch = split_arguments(arguments)
+        means = not isinstance(arguments[0], nn.Module)  # but for mnist_dp, which has no args here
+        before, (model, *batch) = arguments[:means], arguments[means:]
         outputs = []
         seed = torch.initial_seed()
         hook = model.register_forward_hook(lambda _, arguments, output: outputs.append(output))
@@ -56,10 +52,10 @@ class Recorder:
             plain = model.module if isinstance(model, DistributedDataParallel) else model
             plain = copy.deepcopy(plain)  # its BatchNorm counts this call, too
             with torch.random.fork_rng(devices=[]):
-                loss = first(loss_function(*args, plain, *batch))
-            loss = loss * len(batch[0]) if self.is_mean else loss
+                loss = first(loss_function(*before, plain, *batch))
+                loss = loss * len(batch[0]) if means else loss
             gradient = flat(torch.autograd.grad(loss, list(plain.parameters())))
-        result = loss_function(*args, model, *batch)
+        result = loss_function(*arguments)
         hook.remove()
         parts = self.parts if model.training else self.evaluations[-1]
         batch = [tensor.clone() for tensor in batch]
@@ -78,10 +74,10 @@ class Recorder:
         self.parts = []
 
 
-def split_arguments(arguments):
-    """Return the arguments before the model, the model, and the batch."""
-    (place,) = [place for place, value in enumerate(arguments) if isinstance(value, nn.Module)]
-    return arguments[:place], arguments[place], arguments[place + 1:]
+def loss_name(module):
+    """Return the name of the script's loss function."""
+    names = ("loss_of", "loss_and_counts", "loss_and_correct")
+    return next(name for name in names if hasattr(module, name))
 
 
 def first(result):

@@ -54,7 +54,7 @@ quick=(
     tests/test_loader.py::test_by_default_a_process_has_a_loader_process_for_each_of_its_cores
     tests/test_containers.py::test_one_official_image_is_imported_and_is_what_a_job_starts
     tests/test_own_images.py::test_a_large_photograph_is_decoded_at_a_size_that_is_enough
-    'tests/test_stop_and_resume.py::test_a_signal_to_one_process_stops_all[cpu_ddp-SIGTERM]'
+    'tests/test_stop_and_resume.py::test_a_signal_to_one_process_stops_all[synthetic_ddp-SIGTERM]'
     tests/test_stop_and_resume.py::test_all_ranks_use_the_flags_of_rank_0
 )
 for argument in "$@"; do

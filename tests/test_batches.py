@@ -139,7 +139,7 @@ def test_a_sample_that_is_drawn_several_times_in_an_epoch_is_transformed_anew(np
     def setup(module, rank):
         use_small_model(module)
         batches = []
-        watch(module, "loss_and_correct", lambda model, images, labels: batches.append(
+        watch(module, "loss_and_counts", lambda args, model, images, labels: batches.append(
             images.clone()) if model.training else None)
         return batches
 
@@ -189,12 +189,12 @@ def test_evaluation_uses_rank_0s_running_statistics_and_leaves_modes_and_data_as
         modes = []
         batch = torch.ones(2, 4)
 
-        def loss_and_correct(model, inputs):
+        def loss_and_counts(args, model, inputs):
             modes.extend(layer.training for layer in model.modules())
             return inputs.zero_().sum(), inputs.sum()
 
-        module.loss_and_correct = loss_and_correct
-        module.evaluate(model, [(batch,)], cpu)
+        module.loss_and_counts = loss_and_counts
+        module.evaluate(None, model, [(batch,)], cpu)
         modes_after = [layer.training for layer in model.modules()]
         return model[0].running_mean.tolist(), modes, modes_before, modes_after, batch.sum().item()
 

@@ -5,10 +5,10 @@ import io
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-import traceback
 
 import check_copy
 import pytest
@@ -24,20 +24,19 @@ FLAGS = {"cifar10_ddp": ["--fake-data", "--model", "shufflenet_v2_x0_5", "--imag
 class Forked:
     """A process of check_copy. It is forked, in place of an interpreter that imports torch."""
 
-    def __init__(self, arguments, env, log):
+    def __init__(self, arguments, env):
         fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=self.work, args=(arguments, env, log))
+        self.process = fork.Process(target=self.work, args=(arguments, env))
         self.process.start()
         self.kill = self.process.kill
+        self.pid = self.process.pid
 
     def wait(self):
         self.process.join()
         return self.process.exitcode
 
     @staticmethod
-    def work(arguments, env, log):
-        sys.stdout = sys.stderr = open(log, "w", buffering=1)
-        os.dup2(sys.stdout.fileno(), 2)
+    def work(arguments, env):
         os.environ.clear()
         os.environ.update(env)
         torch.set_num_threads(1)
@@ -45,13 +44,7 @@ class Forked:
         sys.modules["numpy"].random.seed()
         if "WORLD_SIZE" not in env:
             time.sleep = lambda seconds: None  # a single process waits for no other at its end
-        try:
-            check_copy.process(*arguments)
-        except SystemExit as end:
-            print(end)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
+        check_copy.process(*arguments)
 
 
 def check(copy, *flags):
@@ -61,9 +54,8 @@ def check(copy, *flags):
         patch.setattr(check_copy, "WAIT", 6)
         patch.setattr(check_copy, "failed", [])
         patch.setattr(sys, "argv", ["check_copy.py", str(copy), *flags])
-        with pytest.raises(SystemExit) as end:
-            check_copy.main()
-    return end.value.code, text.getvalue()
+        status = check_copy.main()
+    return status, text.getvalue()
 
 
 @pytest.fixture(autouse=True)
@@ -322,25 +314,16 @@ def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
         f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
 
 
-@pytest.mark.parametrize("order, expected", [("list", 1), ("sorted", 0)])
-def test_classes_of_a_set_are_noticed_in_a_pod_and_by_the_command(order, expected):
-    """Each interpreter has its own order. The variables are those that a notebook may have."""
-    code = FEW_CLASSES.replace("list", order)
-    make_copy("cifar10_ddp", "my.py", above(SMALL), above(DRAWN + code))
-    env = {**os.environ, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere",
-           "SLURM_JOB_ID": "1", "TORCHELASTIC_RUN_ID": "1", "PYTHONHASHSEED": "0"}
-    done = subprocess.run([sys.executable, ROOT / "tests/check_copy.py", "my.py",
-                           "--fake-data"], env=env, capture_output=True, text=True)
-    said = "sort what comes from a set" in done.stdout
-    assert (done.returncode, said) == (expected, expected), (
-        f"{order}() of a set of classes: {done.returncode}\n{done.stdout}\n{done.stderr}")
-
-
 @pytest.mark.parametrize("reason, edit", [
     ("NVIDIA|CUDA", ("", SMALL.replace("model(images)", "model(images.cuda())"))),
     ("SyncBatchNorm", model("model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential("
                             "model, nn.BatchNorm1d(10)))")),
     ("FileNotFoundError.*nowhere", above("def load_data(args):\n    return torch.load('nowhere')")),
+    ("no step", above("def load_data(args):\n    sys.exit(0)")),
+    ("SystemExit: wrong", above("def load_data(args):\n    sys.exit('wrong')")),
+    ("killed by SIGKILL", in_loss("os.kill(os.getpid(), 9)")),
+    (r"line \d+, loss_and_correct\(\)(.*\n)+.*RuntimeError: a later job", in_loss(
+        "if len(labels) > 16:\n    raise RuntimeError('a later job')")),
 ])
 def test_what_cannot_be_checked_is_said(reason, edit):
     make_copy("fashionmnist_ddp", "my.py", above(SMALL), edit)
@@ -367,22 +350,122 @@ def test_a_renamed_function_is_not_checked_and_the_rest_is(name, new, missing):
     assert status == 0 and f"----  not checked: {missing}" in text, f"{new}: {status}\n{text}"
 
 
-def test_files_of_the_user_are_left_alone():
-    """Best weights, which a copy saves, reads again and tests."""
-    make_copy("fashionmnist_ddp", "my.py", above(SMALL), ('before "test loss {test_loss"', """
-        if rank == 0:
-            save_checkpoint("best.pt", {"model": model}, settings, step)
-            torch.save(model.state_dict(), "last.pt")
-        dist.barrier()
-        model.load_state_dict(torch.load("best.pt")["model"])"""))
-    for name in ("best.pt", "last.pt", "run.pt"):
-        with open(name, "w") as file:
-            file.write("mine")
-    status, text = check("my.py", "--fake-data", "--checkpoint", "run.pt")
-    assert status == 0, f"best weights that are saved and read: {status}\n{text}"
-    for name in ("best.pt", "last.pt", "run.pt"):
-        with open(name, errors="replace") as file:
-            assert file.read() == "mine", f"the check has written the user's {name}"
+# ---- The command, as a user types it ----
+def start_command(*arguments, **variables):
+    env = {name: os.environ[name] for name in ("HOME", "PATH", "LANG") if name in os.environ}
+    return subprocess.Popen([sys.executable, ROOT / "tests/check_copy.py", *arguments],
+                            env={**env, **variables}, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT)
+
+
+def command(*arguments, **variables):
+    """Return the exit status and the text of the command."""
+    process = start_command(*arguments, **variables)
+    text = process.communicate(timeout=120)[0]
+    return process.returncode, text
+
+
+# As in a pod or a notebook
+OTHER_JOB = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "SLURM_JOB_ID": "1",
+             "TORCHELASTIC_RUN_ID": "1", "PYTHONHASHSEED": "0"}
+
+
+def test_classes_of_a_set_are_noticed():
+    """Each interpreter has its own order."""
+    make_copy("cifar10_ddp", "my.py", above(SMALL), above(DRAWN + FEW_CLASSES))
+    status, text = command("my.py", "--fake-data", **OTHER_JOB)
+    assert status == 1 and "sort what comes from a set" in text, (
+        f"list() of a set of classes: {status}\n{text}")
+
+
+EVALUATED = 'before "test loss {test_loss"'
+WRITES = """
+import pathlib
+import shutil
+if rank == 0:
+    open("log.csv", "w").write("epoch,loss")
+    open("all.log", "a").write("epoch")
+    torch.save(model.state_dict(), "last.pt")
+    shutil.copyfile("last.pt", "best.pt")
+    os.makedirs("checkpoints", exist_ok=True)
+    torch.save(model.state_dict(), "checkpoints/best.pt")
+    torch.save(model.state_dict(), "checkpoints/new.pt")
+    os.replace("checkpoints/new.pt", "checkpoints/last.pt")
+    for name in ("old.pt", "checkpoints/old.pt"):
+        if os.path.exists(name):
+            os.remove(name)
+    shutil.rmtree("runs", ignore_errors=True)
+    (pathlib.Path(__file__).resolve().parent / "beside.txt").write_text("epoch")
+    (pathlib.Path("..") / "above.txt").write_text("epoch")
+    os.system("cp last.pt cp.pt")
+dist.barrier()
+model.load_state_dict(torch.load("best.pt"))
+"""
+FILES = ("folder/log.csv", "folder/all.log", "folder/last.pt", "folder/best.pt", "folder/old.pt",
+         "folder/checkpoints/best.pt", "folder/checkpoints/last.pt", "folder/checkpoints/old.pt",
+         "folder/runs/1/log.csv", "folder/beside.txt", "folder/cp.pt", "above.txt")
+
+
+@pytest.fixture
+def files_of_the_user(tmp_path, monkeypatch):
+    """Return a function that returns what is in each file. The current folder is folder/."""
+    for name in FILES:
+        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
+        (tmp_path / name).write_text(f"my {name}")
+    monkeypatch.chdir(tmp_path / "folder")
+    return lambda: {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_copy_that_writes_passes_and_no_file_of_the_user_changes(files_of_the_user):
+    classes = above(DRAWN + FEW_CLASSES.replace("list", "sorted"))
+    make_copy("cifar10_ddp", "my.py", above(SMALL), classes, (EVALUATED, WRITES))
+    before = files_of_the_user()
+    status, text = command("my.py", "--fake-data", **OTHER_JOB)
+    assert files_of_the_user() == before, f"the check changes the user's files:\n{text}"
+    assert status == 0, f"a copy that writes files beside it: {status}\n{text}"
+
+
+@pytest.mark.parametrize("write", [
+    "torch.save(model.state_dict(), f'{HERE}/best.pt')",
+    "os.remove(f'{HERE}/best.pt')",
+    "subprocess.run(['cp', 'my.py', f'{HERE}/best.pt'], check=True)",
+])
+def test_an_absolute_path_is_named_and_not_changed(write, files_of_the_user):
+    make_copy("fashionmnist_ddp", "my.py", above(SMALL),
+              above(f"import subprocess\nHERE = {os.getcwd()!r}"), in_loss(write))
+    before = files_of_the_user()
+    status, text = command("my.py", "--fake-data")
+    assert files_of_the_user() == before, f"{write} changes the user's files:\n{text}"
+    assert status == 2 and f"{os.getcwd()}/best.pt" in text, (
+        f"{write} is not said to be forbidden: {status}\n{text}")
+
+
+def test_an_error_beside_loader_processes_is_printed_at_once():
+    make_copy("cifar10_ddp", "my.py", above(SMALL), in_loss("logits + logits[:, :3]"))
+    status, text = command("my.py", "--fake-data")
+    assert status == 2 and "logits + logits[:, :3]\n        RuntimeError: The size" in text, (
+        f"an error in the loss of a copy with loader processes: {status}\n{text}")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_check_leaves_nothing(signum, tmp_path):
+    make_copy("cifar10_ddp", "my.py", above(SMALL),
+              in_loss("open('started', 'w').close()\ntime.sleep(300)"))
+    process = start_command("my.py", "--fake-data", TMPDIR=str(tmp_path))
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/one/**/started")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signum)
+    text = process.communicate(timeout=60)[0]
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert process.returncode == 2 and "interrupted" in text, f"{process.returncode}:\n{text}"
+    assert os.listdir() == ["my.py"], f"a stopped check leaves {os.listdir()}"
+    assert str(tmp_path) not in processes, f"a stopped check leaves processes:\n{processes}"
+
+
+def test_a_file_that_is_missing_is_named():
+    status, text = command("mine.py")
+    assert (status, text) == (2, "----  not checked: mine.py: there is no such file\n")
 
 
 # ---- Edits that are right ----

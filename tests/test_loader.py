@@ -84,7 +84,7 @@ def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms
     Loader processes ignore them: the evaluation has more batches than are read ahead.
     """
     def setup(module, rank):
-        def send_to_all(model, *_):
+        def send_to_all(args, model, *_):
             if not model.training and not sent:
                 sent.append(True)
                 for process in mp.active_children():
@@ -93,7 +93,7 @@ def test_signal_to_all_processes_stops_saves_and_a_resume_repeats_the_transforms
                 signal.raise_signal(signal.SIGTERM)
 
         sent = []
-        watch(module, "loss_and_correct", send_to_all)
+        watch(module, "loss_and_counts", send_to_all)
 
     flags = flags_of(folder, 2, "--checkpoint", tmp_path / "run.pt", nproc=2)
     end = train_and_wait("cifar10_ddp", *flags, nproc=2, setup=setup)

@@ -26,8 +26,10 @@ HEADERS = {
     "cpu_ddp": ("world size 2 x 16 = 32 of 164 samples in a step | learning rate 0.1"
                 "  nothing is saved"),
     "mnist_dp": "GPUs none  threads 1  batch 32 of 164",
-    "cifar10_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  10 classes  steps {} to 25",
-    "fashionmnist_ddp": "world size 2 on cpu  threads 1  batch 31 of 164  steps {} to 25",
+    "cifar10_ddp": ("world size 2 on cpu  threads 1  batch 31 (2 x 15.5) of 164  10 classes  "
+                    "steps {} to 25, resumed"),
+    "fashionmnist_ddp": ("world size 2 on cpu  threads 1  batch 31 (2 x 15.5) of 164  "
+                         "steps {} to 25, resumed"),
     "synthetic_ddp": ("world size 2 x 16 = 32 of 164 samples in a step, on cpu | learning rate 0.1"
                       "  nothing is saved"),
 }

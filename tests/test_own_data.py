@@ -11,8 +11,6 @@ from forked import fork, train_forked, train_to_end, watch
 from recorder import FewPixels, change_sets, use_small_model
 from scripts import EPOCH_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script
 
-TEST_SCRIPTS = ["cifar10_ddp", "fashionmnist_ddp"]
-
 
 def flags_of(script, *more, epochs=4):
     """Return flags for three steps of 24 samples in each epoch, on two processes."""
@@ -54,7 +52,7 @@ def test_the_first_weights_do_not_depend_on_what_load_data_draws(script):
                  f"{script}, whose load_data draws one random number: the weights at the start")
 
 
-@pytest.mark.parametrize("script", TEST_SCRIPTS)
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_a_resume_with_other_classes_is_refused_and_leaves_the_file(script, tmp_path):
     """As from a set: one process, whose resume has the same classes in another order."""
     path = tmp_path / "run.pt"
@@ -73,7 +71,7 @@ def test_a_resume_with_other_classes_is_refused_and_leaves_the_file(script, tmp_
     train_to_end(script, *flags_of(script, "--checkpoint", path, epochs=1), setup=setup)
     before = path.read_bytes()
     end = train_forked(script, *flags_of(script, "--checkpoint", path, epochs=2), setup=setup)
-    assert_error(end, "the checkpoint is of another run", f"{script} resumes with other classes")
+    assert_error(end, "the checkpoint has other settings", f"{script} resumes with other classes")
     assert path.read_bytes() == before, f"{script} has overwritten a file of other classes"
 
 
@@ -93,7 +91,7 @@ def test_other_numbers_of_samples_on_two_ranks_are_an_error_line(script, tmp_pat
     path = tmp_path / "run.pt"
     end = train_forked(script, *flags_of(script, "--checkpoint", path, epochs=1), nproc=2,
                        setup=setup)
-    assert_error(end, "the ranks have different data",
+    assert_error(end, "the processes have different data",
                  f"{script}: rank 1 has a sample less than rank 0")
     assert not path.exists(), f"{script} has trained with a sample less on rank 1"
 
@@ -193,7 +191,7 @@ def test_small_scripts_save_no_weights_that_are_not_finite_or_unlike(script, cha
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
-@pytest.mark.parametrize("script", TEST_SCRIPTS)
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_layers_train_whatever_mode_a_model_comes_in(script, mode):
     """But a frozen layer of a model in training mode stays frozen."""
     def setup(module, rank):
@@ -201,7 +199,7 @@ def test_layers_train_whatever_mode_a_model_comes_in(script, mode):
         use_small_model(module)
         model = nn.Sequential(FewPixels(), nn.Dropout().eval())
         module.build_model = lambda *_: model if mode == "training" else model.eval()
-        watch(module, "loss_and_correct",
+        watch(module, "loss_and_counts",
               lambda *_: calls.append((model.training, model[1].training)))
         return calls
 
@@ -215,12 +213,12 @@ def test_layers_train_whatever_mode_a_model_comes_in(script, mode):
 def test_sums_of_losses_in_bfloat16_are_exact(script):
     """Each sample's loss is 0.125: bfloat16 has 8 bits, and stops adding 1.5 at 384."""
     def setup(module, rank):
-        def loss_of(model, images, *_):
-            loss = (0 * model(images.float()).sum() + 0.125 * len(images)).bfloat16()
-            return (loss, loss.detach()) if hasattr(module, "loss_and_correct") else loss
+        def loss_of(args, model, images, *_):
+            loss = (0 * model(images.float()).sum() + 0.125).bfloat16()
+            return loss, len(images) * loss.detach()
 
         use_small_model(module)
-        setattr(module, "loss_of" if hasattr(module, "loss_of") else "loss_and_correct", loss_of)
+        module.loss_and_counts = loss_of
 
     end = train_to_end(script, SCRIPTS[script].data_flag, 6400, "--batch-size", 12, "--epochs", 1,
                        "--log-every", 0, *SCRIPTS[script].no_children, setup=setup)
@@ -229,16 +227,16 @@ def test_sums_of_losses_in_bfloat16_are_exact(script):
     assert found and not wrong, f"{script}: each loss is 0.1250, and the log has {wrong or 'none'}"
 
 
-@pytest.mark.parametrize("script", TEST_SCRIPTS)
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_loss_and_metric_need_not_be_detached(script):
     """Their graphs would be kept for an epoch."""
     def setup(module, rank):
         graphs = []
         use_small_model(module)
-        loss_and_correct = module.loss_and_correct
-        module.loss_and_correct = lambda *batch: 2 * loss_and_correct(*batch)[:1]  # the loss, twice
-        watch(module, "mean_of_all_ranks", lambda sums, *_: graphs.append(
-            [total.requires_grad for total in sums]))
+        loss_and_counts = module.loss_and_counts
+        module.loss_and_counts = lambda *batch: 2 * loss_and_counts(*batch)[:1]  # the loss, twice
+        watch(module, "sum_over_ranks", lambda *sums: graphs.append(
+            [total.requires_grad for total in sums[:2]]))
         return graphs
 
     (graphs,) = train_to_end(script, "--fake-data", 64, "--batch-size", 8, "--epochs", 1,

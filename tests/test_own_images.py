@@ -201,7 +201,7 @@ def test_what_is_made_of_the_model_has_pretrained_weights_and_a_resume_its_own(f
         states = []
         watch(module, "restore", lambda checkpoint, settings, saved: states.append(
             deepcopy(saved["average"].module.state_dict())))
-        watch(module, "loss_and_correct", lambda model, *_: states.append(
+        watch(module, "loss_and_counts", lambda args, model, *_: states.append(
             deepcopy(getattr(model, "module", model).state_dict())))
         return states
 

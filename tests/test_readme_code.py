@@ -32,9 +32,9 @@ TEST_LINE = r"epoch (\d)/\d  test loss [\d.]+  accuracy ([\d.]+)"
 # The Python blocks of a page, in order: name, and place in a copy of the script (see copies.py).
 BEFORE_RESTORE = 'before "step = restore("'
 BEFORE_STEP = 'before "optimizer.step()"'
-BEFORE_LAST_LINE = 'before "test loss {test_loss"'
-AFTER_LAST_LINE = 'after "test loss {test_loss"'
-IN_LOSS = 'before "return loss, (logits"'
+BEFORE_LAST_LINE = 'before "  test {show(test)}"'
+AFTER_LAST_LINE = 'after "  test {show(test)}"'
+IN_LOSS = 'before "return loss, "'
 AT_THE_END = 'after "if rank == 0 and args.checkpoint and step > saved_step"'
 CIFAR10 = "cifar10_ddp/README.md"
 MAKE_IT_YOURS = "fashionmnist_ddp/make-it-yours.md"
@@ -59,14 +59,17 @@ BLOCKS = {
         ("early stop", AFTER_LAST_LINE),
         ("class weights", 'before "fake_images(args.fake_data"'),
         ("class weights", 'instead of "loss = F.cross_entropy("'),
+        ("tokens", 'before "for part in own_parts"'),
+        ("tokens", 'instead of "loss = F.cross_entropy("'),
         ("skipped steps", 'instead of "optimizer.step()"'),
         ("last layer first", BEFORE_STEP),
         ("compile", 'before "ddp_model = DDP"'),
+        ("F1", 'instead of "return loss, (logits"'),
+        ("F1", None),
         ("scores", None),
         ("scores", IN_LOSS),
         ("scores", BEFORE_LAST_LINE),
         ("predictions", BEFORE_LAST_LINE),
-        ("F1", BEFORE_LAST_LINE),
         ("AUC", BEFORE_LAST_LINE),
         ("average", BEFORE_RESTORE),
         ("average", 'after "optimizer.step()"'),
@@ -75,7 +78,7 @@ BLOCKS = {
 }
 # Blocks of make-it-yours.md that are not in the copy of all others
 ELSEWHERE = {"own tensors", "table", "validation set", "use the weights of tensors",
-             "use the weights of a table", "class weights", "last layer first",
+             "use the weights of a table", "class weights", "tokens", "last layer first",
              "weighted sampling"}
 LABELS = 'before "weights = len(y)"', "y = fake_images(args.fake_data, (1, 1, 1), 0)[0][1]"
 PAGE = (ROOT / MAKE_IT_YOURS).read_text()
@@ -86,7 +89,7 @@ both_scripts = pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_d
 one_and_two = pytest.mark.parametrize("nproc", [1, 2])
 # What the page says is another one in cifar10_ddp
 IN_CIFAR10 = {
-    "zip(test_x, test_y)": "test_loader",
+    "model, test_batches": "model, test_loader",
     '"fc2."': '"fc."',
     "len(x)": "images",
     "generator=shuffle).to(device)": "generator=shuffle)",
@@ -176,7 +179,7 @@ def test_blocks_about_classes_and_lines_of_the_text_pass_the_check_together(scri
     if script == "cifar10_ddp":
         Path("my.py").write_text(replace_all(Path("my.py").read_text(), {
             "fused=True": "fused=False",
-            "parts, rank, world_size)": "parts, rank, world_size, y)",
+            "own_parts, parts)": "own_parts, parts, y)",
             "    keys = batch_keys(": "    y = train_set.tensors[1]\n    keys = batch_keys("}))
     assert_check_passes(*CHECK_FLAGS[script])
 
@@ -233,6 +236,15 @@ def test_the_validation_set_passes_the_check():
     assert_check_passes()
 
 
+def test_a_copy_without_a_test_set_passes_the_check():
+    empty = re.search(r"Without a test set, return `(.*?)`", PAGE)[1]
+    make_copy("fashionmnist_ddp", "my.py", ('instead of "return fake_images("', f"""
+        (x, y), _ = fake_images(args.fake_data, (1, 28, 28), args.seed)
+        return (x, y), ({empty})
+        """))
+    assert_check_passes("--fake-data")
+
+
 def test_weighted_sampling_draws_each_class_as_often():
     """Of 96 samples, 12 are of class 1, the others of class 0."""
     def setup(module, rank):
@@ -273,6 +285,35 @@ def test_with_class_weights_other_classes_are_not_taken_for_a_rare_one(script, n
     assert accuracy > 0.6, f"8 or 9 of 10 classes can be learned, but the accuracy is\n{text}"
 
 
+def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
+    """Two processes with two parts each end as one process with the usual loss."""
+    usual = "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
+    tokens = [("", """
+        def load_data(args):
+            x = torch.randint(5, (80, 6))
+            y = x.masked_fill(torch.rand(80, 6) < torch.rand(80, 1), -100)
+            return (x[16:], y[16:]), (x[:16], y[:16])
+
+
+        def build_model(args):
+            return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+        """),
+        ('instead of "images = augment("', "pass"),
+        ('instead of "logits = model("', "logits = model(images)"),
+        ('instead of "return loss, (logits"', "return loss, (logits.argmax(2) == labels).sum()")]
+    make_copy("fashionmnist_ddp", "usual.py", ('instead of "loss = F.cross_entropy("', usual),
+              *tokens)
+    copy_with("fashionmnist_ddp", "tokens", more=tokens)
+    flags = ("--fake-data", "--epochs", 2, "--global-batch", 16, "--lr", 0.01, "--checkpoint")
+    train_to_end("usual.py", *flags, "usual.pt")
+    train_to_end("my.py", *flags, "my.pt", "--batch-size", 4, nproc=2)
+    expected, found = (load_checkpoint(path)["model"] for path in ("usual.pt", "my.pt"))
+    for name, weight in expected.items():
+        assert torch.allclose(weight, found[name], atol=1e-4), (
+            f"{name} must be {weight}, but by the page's code, it is {found[name]}")
+    assert_check_passes("--fake-data", "--batch-size", 4)
+
+
 @both_scripts
 def test_in_shorter_epochs_the_rates_fall_to_the_end(script):
     """By the line of the text, with 2 of 6 steps in each of 3 epochs."""
@@ -290,14 +331,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(script):
         use_small_model(module)
         steps = []
         losses = []
-        loss_and_correct = module.loss_and_correct
+        loss_and_counts = module.loss_and_counts
 
-        def nan_in_the_second_step(model, *batch):
+        def nan_in_the_second_step(args, model, *batch):
             losses.append(model.training)
-            loss, correct = loss_and_correct(model, *batch)
-            return loss * (torch.nan if rank == 1 and len(losses) == 2 else 1), correct
+            loss, counts = loss_and_counts(args, model, *batch)
+            return loss * (torch.nan if rank == 1 and len(losses) == 2 else 1), counts
 
-        module.loss_and_correct = nan_in_the_second_step
+        module.loss_and_counts = nan_in_the_second_step
         register_optimizer_step_post_hook(lambda *_: steps.append(len(losses)))
         return steps
 
@@ -329,7 +370,7 @@ def test_the_last_layer_trains_alone_in_the_first_epochs(script, channels, last,
     def setup(module, rank):
         module.build_model = lambda *_: Layers(channels, last)
         states, norms = [], []
-        watch(module, "evaluate", lambda model, *_: states.append(
+        watch(module, "evaluate", lambda args, model, *_: states.append(
             {name: weights.detach().clone() for name, weights in model.named_parameters()}))
         register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(torch.cat(
             [weight.grad.flatten() for group in optimizer.param_groups
@@ -365,34 +406,34 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_original(tmp_path):
 
 
 class Scores:
-    """Evaluate to the norm of the weights and the accuracy that is given for the epoch, as numpy's.
+    """Evaluate to the accuracy that is given for the epoch; its negative is the loss.
 
     A setup for train_forked(), with the small model.
     """
 
     def __init__(self, accuracies):
-        self.accuracies = torch.tensor(accuracies).numpy()
+        self.accuracies = accuracies
 
     def __call__(self, module, rank):
         use_small_model(module)
         steps = []
         states = []  # the weights at each evaluation
 
-        def evaluate(model, *_):
+        def evaluate(args, model, *_):
             states.append({name: value.clone() for name, value in model.state_dict().items()})
-            norm = sum(parameter.double().norm().item() for parameter in model.parameters())
-            return norm, self.accuracies[steps[-1] // 6]
+            accuracy = self.accuracies[steps[-1] // 6]
+            return {"loss": -accuracy, "accuracy": accuracy}
 
-        watch(module, "learning_rate", lambda step, total_steps: steps.append(step))
+        watch(module, "learning_rate", lambda args, step, total_steps: steps.append(step))
         module.evaluate = evaluate
         return states
 
 
 @one_and_two
 @both_scripts
-@pytest.mark.parametrize("sign", ["", "-"])
-def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, sign):
-    """By an accuracy and, with the sign of the comment, by an error. All are worse than 0.
+@pytest.mark.parametrize("by", ['test["accuracy"]', '-test["loss"]'])
+def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, by):
+    """By the accuracy and, as the comment says, by the loss. All are worse than 0.
 
     Rank 0 takes its time to write the file.
     """
@@ -401,9 +442,9 @@ def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, sign):
         os.replace = lambda *paths: (time.sleep(0.3), replace(*paths))
         return Scores(accuracies)(module, rank)
 
-    accuracies, best_epoch = ([0.5, 0.3, 0.1], 2) if sign else ([-0.5, -0.1, -0.3], 1)
+    accuracies, best_epoch = [-0.5, -0.1, -0.3], 1
     flags = copy_with(script, "best weights", "last test", change=lambda code: code.replace(
-        "score = test_accuracy", f"score = {sign}test_accuracy"))
+        'score = test["accuracy"]', f"score = {by}"))
     flags = (*FLAGS, 3, "--global-batch", 16, "--checkpoint", "my.pt", *flags)
     end = train_to_end("my.py", *flags, nproc=nproc, setup=setup)
     best = load_checkpoint("my.pt.best")
@@ -413,16 +454,12 @@ def test_the_best_weights_are_those_of_the_best_epoch(script, nproc, sign):
         assert_equal(states[3], states[best_epoch], f"rank {rank} in the last test: its model")
 
 
-@pytest.mark.parametrize("sign", ["", "-"])
 @both_scripts
-def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script, sign):
-    """By an accuracy and, with the sign of the comment, by an error."""
+def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
     accuracies = [0.5, 0.9, 0.7, 0.8, 0.9, 0.6, 0.9, 1.0, 1.0]  # the second epoch is the best
-    flags = copy_with(script, "best weights", "early stop", change=lambda code: code.replace(
-        "score = test_accuracy", f"score = {sign}test_accuracy"))
-    setup = Scores([-value if sign else value for value in accuracies])
+    flags = copy_with(script, "best weights", "early stop")
     text = train_to_end("my.py", *FLAGS, 9, *flags, "--checkpoint", "my.pt", nproc=2,
-                        setup=setup).text
+                        setup=Scores(accuracies)).text
     epochs = len(re.findall("test loss", text))
     assert epochs == 7, f"after five epochs that are not better, it must stop, not in {epochs}"
 
@@ -445,7 +482,7 @@ def test_f1_and_auc_are_those_of_the_test_images_of_all_ranks(script, nproc):
     flags = copy_with(script, "scores", "F1", "AUC")
     ranks, _, text = train_to_end("my.py", *FLAGS, 2, *flags, nproc=nproc, setup=setup)
     for evaluations, f1, auc in zip(zip(*(recorder.evaluations for recorder in ranks)),
-                                    re.findall(r"^F1 ([\d.]+)$", text, re.MULTILINE),
+                                    re.findall(r"test loss .*F1 ([\d.]+)", text),
                                     re.findall(r"^AUC ([\d.]+)$", text, re.MULTILINE),
                                     strict=True):
         parts = sum(evaluations, [])

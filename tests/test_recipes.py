@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from forked import train_to_end
-from recorder import Recorder, change_sets, record_small_model
+from recorder import Recorder, change_sets, loss_name, record_small_model
 from scripts import SCRIPTS, STEP_SCRIPTS, load_script
 
 # ---- learning rates and weight decay ----
@@ -18,7 +18,8 @@ def test_each_parameter_group_has_its_peak_rate_times_learning_rate(script):
              *SCRIPTS[script].no_children)
     (recorder,) = train_to_end(script, *flags, setup=record_small_model).results
     factor = getattr(load_script(script), "learning_rate", lambda step, total: 1 - step / total)
-    expected = [factor(step, 12) for step in range(0, 12, 3)]
+    args = [None] if hasattr(load_script(script), "loss_and_counts") else []
+    expected = [factor(*args, step, 12) for step in range(0, 12, 3)]
     for number, peak in zip(range(len(recorder.rates[0])), (1e-3, 2e-5)):
         factors = [rates[number] / peak for rates in recorder.rates[::3]]
         assert factors == pytest.approx(expected), (
@@ -60,7 +61,7 @@ def test_what_cifar10_computes_from_flags_and_data_reaches_model_and_optimizer()
     assert shapes == {(3, 48, 48, 3)}, (
         f"--image-size 48 and three classes: images and logits are of {shapes}")
     learning_rate = load_script("cifar10_ddp").learning_rate
-    expected = [0.32 * 8 / 256 * learning_rate(step, 8) for step in range(8)]
+    expected = [0.32 * 8 / 256 * learning_rate(None, step, 8) for step in range(8)]
     rates = [rates[0] for rates in recorder.rates]
     assert rates == pytest.approx(expected), (
         f"--lr 0.32 with a global batch of 8 must have the rates {expected}, not {rates}")
@@ -81,11 +82,13 @@ def test_the_two_scripts_of_mnist_train_the_same_cnn():
 
 # ---- pixels, flips and crops ----
 def inputs_of_model(module, images, training=False):
-    """Return what loss_and_correct gives the model."""
+    """Return what the loss function gives the model."""
     model = nn.Flatten().train(training)
     inputs = []
     model.register_forward_pre_hook(lambda _, arguments: inputs.extend(arguments))
-    module.loss_and_correct(model, images, torch.zeros(len(images), dtype=torch.long))
+    args = [None] if hasattr(module, "loss_and_counts") else []
+    loss_function = getattr(module, loss_name(module))
+    loss_function(*args, model, images, torch.zeros(len(images), dtype=torch.long))
     return inputs[0]
 
 

@@ -66,6 +66,19 @@ done
 exec /usr/bin/srun "$@"
 """
 
+# torchrun where the clock of the second node is 4 minutes behind.
+BEHIND = """
+exec .venv/bin/python -c '
+import os
+from datetime import datetime, timedelta
+from types import SimpleNamespace
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.run import main
+minutes = timedelta(minutes=4 * int(os.environ["SLURM_NODEID"]))
+dynamic_rendezvous.datetime = SimpleNamespace(now=lambda zone: datetime.now(zone) - minutes)
+main()' "$@"
+"""
+
 # Copies for jobs that are disturbed.
 SLOW = """
 starts = os.environ.get("SLOW_STARTS") or os.environ["SLURM_ARRAY_TASK_ID"]
@@ -183,10 +196,14 @@ def prepare(lab):
         make_copy(script if script in SCRIPTS else lab.folder / script, lab.folder / name, edit)
     (lab.folder / "mine/beside.py").touch()
     (lab.folder / "others").mkdir()
+    for folder in (".", "others"):  # of the submission, of the checkpoint
+        (lab.folder / folder / "beside.py").write_text("raise SystemExit('another module')")
     (lab.folder / ".venv").symlink_to(sys.prefix)
     for name in ("torchrun", "python"):
         write_program(lab.folder / "show/bin" / name, SHOW)
     write_program(lab.folder / "pyxis/srun", PYXIS)
+    write_program(lab.folder / "behind/bin/torchrun", BEHIND)
+    write_program(lab.folder / "behind/bin/python", "")
     write_program(lab.folder / "smi/nvidia-smi", '[[ $# = 0 ]] || { echo "$*"; sleep 1234; }')
 
 
@@ -240,13 +257,12 @@ GIVEN = {
                    task(2, 1, 0, TORCHRUN.format(2, 3)), 2, NPROC)
        for name in ("cifar10", "cpu", "synthetic")},
     "cifar10-srun": Given(f"--nodes=2 {ONE_GPU} slurm/cifar10-srun.sbatch",
-                          task("[12]", 1, 0, r"python /.*/cifar10-srun-\d+.py --checkpoint"), 6,
-                          NPROC),
+                          task("[12]", 1, 0, r"python /.*-srun-\d+.code/train.py"), 6, NPROC),
     "cpu-container": Given(f"--nodes=2 {ONE_GPU} slurm/cpu-container.sbatch",
                            task(2, 1, 0, TORCHRUN.format(2, 3)), 2,
                            {"PATH": f"pyxis:show/bin{PATH}", **NPROC}),
     "fashionmnist": Given(f"{ONE_GPU} slurm/fashionmnist.sbatch",
-                          task(2, 1, 0, r"python /.*/fashionmnist-\d+.py --nproc 3"), 1,
+                          task(2, 1, 0, r"python /.*/fashionmnist-\d+.code/train.py --nproc 3"), 1,
                           {"PATH": f"smi{PATH}", "CHECKPOINT": "watched.pt", **NPROC}),
     "mnist": Given("--exclusive slurm/mnist.sbatch --epochs 3",
                    task(2, 2, "0,1", "python mnist_dp/train.py --epochs 3").strip(), 1, EXPORTED),
@@ -472,7 +488,7 @@ def preempted_before_training(lab):
 
 # They end for good.
 def bug(lab):
-    """An epoch always fails. The job looks as if a task of an array submitted it."""
+    """An epoch fails whenever it is reached. An array's task seems to have submitted the job."""
     job = lab.sbatch(f"slurm/cifar10-srun.sbatch {LONG}", SCRIPT="bug.py",
                      SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     lab.wait_for(job, "requeued", lambda: lab.restarts(job) == 1)
@@ -545,6 +561,8 @@ TRAINED = {
                        "^saved step 2 in .*/mine/cifar10-", 1,
                        {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, inside="cd mine &&"),
     "synthetic": Trained(f"--gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}", "^world size 2"),
+    "clocks": Trained(f"--nodes=2 slurm/cpu.sbatch {LINEAR}", "^world size 4|^epoch 4/4", 2,
+                      {"VIRTUAL_ENV": "behind"}),
     "behind the file": Trained("slurm/cpu.sbatch --cpus-per-task=2", "error: .*--cpus-per-task",
                                2, state="FAILED"),
 }
@@ -573,19 +591,20 @@ def test_job_trains(lab, trained_jobs, name):
 
 # --- what is left on a disk ---
 @pytest.mark.parametrize("suffix, state, shown", [
-    (".py", "COMPLETED", "epoch 4/4"),
+    (".code/train.py", "COMPLETED", "epoch 4/4"),
     (".pt", "FAILED", "error: .*CHECKPOINT="),
 ])
 def test_files_of_another_cluster_are_not_taken(lab, suffix, state, shown):
     """Its jobs had the same numbers. With its checkpoint, nothing would be trained."""
     job = lab.sbatch(f"--hold slurm/cpu.sbatch {LINEAR}")
     old = lab.folder / f"cpu-{job}{suffix}"
+    old.parent.mkdir(exist_ok=True)
     old.write_text("print('old code')")
     lab.sh(f"scontrol release {job}")
     lab.wait_for_state(job, state)
     output = lab.output(job)
     assert re.search(shown, output), f"with an old cpu-{job}{suffix}, no {shown!r}:\n{output}"
-    assert "old code" not in output, f"an old cpu-{job}.py was run:\n{output}"
+    assert "old code" not in output, f"an old cpu-{job}{suffix} was run:\n{output}"
 
 
 def test_requeued_after_a_full_disk_it_trains(lab):
