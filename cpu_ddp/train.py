@@ -104,9 +104,10 @@ def train(args):
     used = len(x) // global_batch * global_batch  # an epoch leaves out the others, at random
     # DDP: from here on, backward() averages the gradients of all processes
     ddp_model = DDP(model) if world_size > 1 else model
-    log(f"world size {world_size} x {global_batch / world_size:.3g} = {global_batch} of {len(x)} "
-        f"samples in a step | learning rate {args.lr} | torch {torch.__version__}"
-        + (f" | resumed after epoch {epochs_done}" if checkpoint else "")
+    log(f"world size {world_size} | torch {torch.__version__} | global batch {global_batch} "
+        f"({world_size} x {global_batch / world_size:g}) of {len(x)} samples | "
+        f"learning rate {args.lr} | epochs {epochs_done} to {args.epochs}"
+        + (", resumed" if checkpoint else "")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     signals = collect_signals()
@@ -205,8 +206,8 @@ def check_model(model):
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
     if not norms.isfinite().all():
-        sys.exit("error: weights are not finite: use a lower --lr (with another --checkpoint), or "
-                 "check the data for NaN and very large values")
+        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
+                 "--checkpoint), or look for NaN and very large values in the data")
     if not all(torch.allclose(norms, others) for others in of_ranks):
         sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 

@@ -151,10 +151,10 @@ def train(args):
     # DDP: from here on, backward() averages the gradients of all processes
     ddp_model = DDP(model) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    log(f"world size {world_size} x {global_batch // world_size} = {global_batch} of "
-        f"{len(train_set)} samples in a step, on {device.type} | "
-        f"learning rate {optimizer.param_groups[0]['lr']:.3g} | torch {torch.__version__}"
-        + (f" | resumed after epoch {epochs_done}" if checkpoint else "")
+    log(f"world size {world_size} on {device.type} | torch {torch.__version__} | "
+        f"global batch {global_batch} ({world_size} x {global_batch // world_size}) of "
+        f"{len(train_set)} samples | learning rate {optimizer.param_groups[0]['lr']:.3g} | "
+        f"epochs {epochs_done} to {args.epochs}" + (", resumed" if checkpoint else "")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     signals = collect_signals()
@@ -324,8 +324,8 @@ def check_model(model):
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
     if not norms.isfinite().all():
-        sys.exit("error: weights are not finite: use a lower --lr (with another --checkpoint), or "
-                 "check the data for NaN and very large values")
+        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
+                 "--checkpoint), or look for NaN and very large values in the data")
     if not all(torch.allclose(norms, others) for others in of_ranks):
         sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 
