@@ -15,7 +15,8 @@ All processes must make the same calls of ddp_model(...), backward() and dist.al
 "if rank == 0", such a call would wait for the others for ever.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch, and save.
+processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch. They save, and exit with
+status 1, for slurm/cpu.sbatch to requeue the job.
 
 The example is a linear model on CPUs. To train your own model on GPUs, copy synthetic_ddp/train.py:
 it has the same parts, with a DataLoader and a test set.
@@ -145,12 +146,12 @@ def train(args):
 
 # ---- You need not read the rest to use or edit this file: it connects, stops and saves. ----
 def form_group(args):
-    """Connect all processes. Return rank 0's args, rank, world size, and rank 0's checkpoint.
+    """Connect all processes. Return args, rank, world size, and checkpoint ({} if none).
 
-    Without a checkpoint, it is {}. Only rank 0 needs the file, and ends the run if it is unusable.
+    args and checkpoint come from rank 0: another machine may have other flags, and no file.
     """
     rank, _, world_size = setup_environment()
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}  # no process waits yet
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
@@ -197,10 +198,9 @@ def collect_signals():
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and equal on all processes, before they are saved.
+    """Exit unless the weights are finite, and equal in all processes.
 
-    The usual mistake is to call model(x), not ddp_model(x): each process then trains a model of its
-    own, without an error.
+    They differ if model(x) is called, not ddp_model(x): then no gradients are averaged.
     """
     norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
     of_ranks = [None] * dist.get_world_size()
