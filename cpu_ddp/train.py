@@ -15,7 +15,8 @@ All processes must make the same calls of ddp_model(...), backward() and dist.al
 "if rank == 0", such a call would wait for the others for ever.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch, and save.
+processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch. They save, and exit with
+status 1, for slurm/cpu.sbatch to requeue the job.
 
 The example is a linear model on CPUs. To train your own model on GPUs, copy synthetic_ddp/train.py:
 it has the same parts, with a DataLoader and a test set.
@@ -104,9 +105,10 @@ def train(args):
     used = len(x) // global_batch * global_batch  # an epoch leaves out the others, at random
     # DDP: from here on, backward() averages the gradients of all processes
     ddp_model = DDP(model) if world_size > 1 else model
-    log(f"world size {world_size} x {global_batch / world_size:.3g} = {global_batch} of {len(x)} "
-        f"samples in a step | learning rate {args.lr} | torch {torch.__version__}"
-        + (f" | resumed after epoch {epochs_done}" if checkpoint else "")
+    log(f"world size {world_size} | torch {torch.__version__} | global batch {global_batch} "
+        f"({world_size} x {global_batch / world_size:g}) of {len(x)} samples | "
+        f"learning rate {args.lr} | epochs {epochs_done} to {args.epochs}"
+        + (", resumed" if checkpoint else "")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     signals = collect_signals()
@@ -144,12 +146,12 @@ def train(args):
 
 # ---- You need not read the rest to use or edit this file: it connects, stops and saves. ----
 def form_group(args):
-    """Connect all processes. Return rank 0's args, rank, world size, and rank 0's checkpoint.
+    """Connect all processes. Return args, rank, world size, and checkpoint ({} if none).
 
-    Without a checkpoint, it is {}. Only rank 0 needs the file, and ends the run if it is unusable.
+    args and checkpoint come from rank 0: another machine may have other flags, and no file.
     """
     rank, _, world_size = setup_environment()
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}  # no process waits yet
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
@@ -196,17 +198,16 @@ def collect_signals():
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and equal on all processes, before they are saved.
+    """Exit unless the weights are finite, and equal in all processes.
 
-    The usual mistake is to call model(x), not ddp_model(x): each process then trains a model of its
-    own, without an error.
+    They differ if model(x) is called, not ddp_model(x): then no gradients are averaged.
     """
     norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
     if not norms.isfinite().all():
-        sys.exit("error: weights are not finite: use a lower --lr (with another --checkpoint), or "
-                 "check the data for NaN and very large values")
+        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
+                 "--checkpoint), or look for NaN and very large values in the data")
     if not all(torch.allclose(norms, others) for others in of_ranks):
         sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 

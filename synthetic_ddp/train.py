@@ -14,9 +14,10 @@ The lines that do this are marked with "DDP:". The number of a process, from 0, 
 All processes must make the same calls of ddp_model(...), backward() and dist.all_reduce(...): below
 "if rank == 0", such a call would wait for the others for ever.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. SIGTERM or Ctrl-C
-stop all processes at the end of the epoch, and save. If an epoch takes more than 20 s, copy
-cifar10_ddp/train.py, which stops after any step. FILE.best has the weights with the best test loss.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, and FILE.best has
+the weights with the best test loss. SIGTERM or Ctrl-C stop all processes at the end of the epoch.
+They save, and exit with status 1, for slurm/synthetic.sbatch to requeue the job. If an epoch takes
+more than 20 s, copy cifar10_ddp/train.py, which stops after any step.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple
 nodes with Pytorch DDP".
@@ -151,10 +152,10 @@ def train(args):
     # DDP: from here on, backward() averages the gradients of all processes
     ddp_model = DDP(model) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    log(f"world size {world_size} x {global_batch // world_size} = {global_batch} of "
-        f"{len(train_set)} samples in a step, on {device.type} | "
-        f"learning rate {optimizer.param_groups[0]['lr']:.3g} | torch {torch.__version__}"
-        + (f" | resumed after epoch {epochs_done}" if checkpoint else "")
+    log(f"world size {world_size} on {device.type} | torch {torch.__version__} | "
+        f"global batch {global_batch} ({world_size} x {global_batch // world_size}) of "
+        f"{len(train_set)} samples | learning rate {optimizer.param_groups[0]['lr']:.3g} | "
+        f"epochs {epochs_done} to {args.epochs}" + (", resumed" if checkpoint else "")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     signals = collect_signals()
@@ -242,16 +243,17 @@ def show(results):
 
 # ---- You need not read the rest to use or edit this file: it connects, stops and saves. ----
 def form_group(args):
-    """Connect all processes. Return rank 0's args, rank, world size, device, rank 0's checkpoint.
+    """Connect all processes. Return args, rank, world size, device, checkpoint ({} if none).
 
-    Without a checkpoint, it is {}. Only rank 0 needs the file, and ends the run if it is unusable.
+    args and checkpoint come from rank 0: another machine may have other flags, and no file.
     """
     rank, local_rank, world_size = setup_environment()
-    device = pick_device(local_rank)
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
-    cuda = device.type == "cuda"
-    if cuda:
+    device = torch.device("cpu")
+    cuda = torch.cuda.is_available()
+    if cuda:  # srun may show each process only its own GPU
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}  # no process waits yet
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
                             device_id=device if cuda else None, world_size=world_size,
@@ -284,16 +286,6 @@ def setup_environment():
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
-def pick_device(local_rank):
-    """Return this process's GPU, or the CPU if there is no GPU."""
-    gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
-    if gpus and not torch.cuda.is_available():
-        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
-                 "CUDA_VISIBLE_DEVICES= uses the CPU")
-    # srun may show a process only its own GPU. NCCL refuses two processes on one GPU
-    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
-
-
 def ignore_signals(worker):
     """Slurm and Ctrl-C signal all processes, but training needs images until it has saved."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -315,17 +307,16 @@ def collect_signals():
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and equal on all processes, before they are saved.
+    """Exit unless the weights are finite, and equal in all processes.
 
-    The usual mistake is to call model(x), not ddp_model(x): each process then trains a model of its
-    own, without an error.
+    They differ if model(x) is called, not ddp_model(x): then no gradients are averaged.
     """
     norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
     if not norms.isfinite().all():
-        sys.exit("error: weights are not finite: use a lower --lr (with another --checkpoint), or "
-                 "check the data for NaN and very large values")
+        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
+                 "--checkpoint), or look for NaN and very large values in the data")
     if not all(torch.allclose(norms, others) for others in of_ranks):
         sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 

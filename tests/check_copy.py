@@ -1,35 +1,39 @@
 # SPDX-License-Identifier: MIT-0
-"""Check an edited copy of cifar10_ddp, fashionmnist_ddp or cpu_ddp, on CPUs, in half a minute.
+"""Check an edited copy of a DDP script of this collection, on CPUs, in half a minute.
 
     python check_copy.py my.py [flags of my.py]
 
-It trains my.py for two epochs on a few of its own samples: on one process, on two, and on one that
-is stopped and resumed. Then it compares data, gradients, weights and test results, and says what
-differs. Start it in the folder in which my.py finds its data. What my.py saves by PyTorch goes to
-temporary files.
+The check trains my.py for two epochs on a few of its own samples: on one process, on two, and
+stopped and resumed. It compares data, gradients, weights and test results, and says what differs.
+Start it in the folder in which my.py finds its data. There, my.py works in a temporary folder of
+links to your files, so that none of them changes.
 
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
 import collections
 import contextlib
+import copy
 import ctypes
 import errno
 import faulthandler
 import fcntl
 import functools
+import glob
 import hashlib
 import importlib.util
+import inspect
+import itertools
 import json
 import linecache
 import math
 import os
 import pathlib
+import pickle
 import random
 import re
 import shutil
 import signal
 import socket
-import statistics
 import struct
 import subprocess
 import sys
@@ -42,12 +46,13 @@ SETTINGS = {"epochs": 2, "global_batch": 16, "workers": 1, "nproc": None, "log_e
             "save_every": 1e9, "timeout": 1800}
 WAIT = 60  # seconds: a process that computes nothing for longer waits for another
 FORBIDDEN = "the check forbids to change an absolute path; use a relative path"
-# A call of the copy's train(). checkpoint: the name of the job that writes it
-Job = collections.namedtuple("Job", "name checkpoint batch_size end", defaults=(4, "last step"))
+# One call of the copy's train(). checkpoint is the name of the job that writes the file
+Job = collections.namedtuple("Job", "name checkpoint batch_size end",
+                             defaults=(None, "last step"))
 
 
 # ---- In each process that trains ----
-def process(path, here, folder, rank, wait, jobs, flags):
+def process(path, here, folder, rank, wait, jobs, flags, ports):
     """Call the copy's train() for each job, and write what was seen in it."""
     global torch
     import torch  # not in the process that compares: it takes two seconds
@@ -66,6 +71,7 @@ def process(path, here, folder, rank, wait, jobs, flags):
         sys.stdout = sys.stderr = open(f"{folder}/{job.name}-{rank}.log", "w", buffering=1)
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(1, 2)
+        os.environ["MASTER_PORT"] = str(ports[number])
         mirror = f"{folder}/{job.checkpoint}"  # of the whole tree of folders: ../data, too
         try:
             os.chdir(mirror + here)
@@ -86,7 +92,7 @@ def process(path, here, folder, rank, wait, jobs, flags):
             traceback.print_exc()
             status = 1
             if job.name in ("one", "two"):
-                break
+                break  # the others would end with the same error
         finally:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's would raise an error
             for child in torch.multiprocessing.active_children():
@@ -102,93 +108,109 @@ def load(path):
     return module
 
 
-class FirstStep(BaseException):
-    """Ends a training before its first step."""
+class Enough(BaseException):
+    """Ends a training before its last step."""
 
 
 def train(module, folder, wait, job, steps):
     """Call the copy's train(). Return what was seen in it, as numbers and text."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
-    seen = {"steps": [], "evaluations": [], "stopped": False, "draws": False, "changes": False}
+    seen = {"steps": [], "evaluations": [], "tested": [], "stopped": False, "draws": False,
+            "changes": False}
     functions = dict(vars(module))
-    calls = []  # of the loss, of which the next step is made: results and batches
-    sets, saved, trained, evaluating, first_buffers = [], {}, {}, [], []
+    code_of_train = inspect.unwrap(module.train).__code__
+    calls = []  # of the loss, of which the next step is made: results, batches and their rows
+    sets, items, trained, optimizers, evaluating, first_buffers = [], {}, {}, [], [], []
+    model_of_loss = []
 
     def sign_of_life():
         """After so many seconds without another one, print where each thread is, and end."""
         faulthandler.dump_traceback_later(wait, exit=True)
 
-    def load_few(args):
-        loaded = functions["load_data"](args)
-        sets[:] = [loaded] if are_tensors(loaded) else loaded
-        shortened = [few(data, TEST_SAMPLES if number else TRAINING_SAMPLES)
-                     for number, data in enumerate(sets)]
-        return shortened[0] if are_tensors(loaded) else shortened
-
-    def see_restore(checkpoint, settings, parts, *rest):
-        saved["parts"] = parts
-        return functions["restore"](checkpoint, settings, parts, *rest)
+    def load_few(*arguments, **options):
+        return cut(functions["load_data"](*arguments, **options), sets)
 
     def begin_with_the_first_buffers(model):
         """Undo what the parts before have done: on two processes, each computes half of them."""
-        buffers = [*getattr(model, "buffers", list)()]
+        buffers = [*model.buffers()]
         if not calls:
             first_buffers[:] = [buffer.clone() for buffer in buffers]
         for buffer, first in zip(buffers, first_buffers):
             if digest(buffer) != digest(first):  # of BatchNorm, a queue, spectral_norm
                 buffer.copy_(first)
 
-    def see_loss(model, *batch, **options):
+    def see_loss(*arguments, **options):
         sign_of_life()
+        model, before, batch = at_the_model(arguments)
         if not seen["steps"] and not evaluating and job.name != "resumed":
             begin_with_the_first_buffers(model)
-        before = random_numbers()
-        if job.end == "first step in eval()":
+        if job.end == "loss":
+            seen["loss"] = losses_of_parts(
+                lambda *part: functions[loss_name](*before, model, *part, **options), model, batch)
+            raise Enough
+        if job.end == "gradients in eval()":
             model.eval()
-        result = functions[loss_name](model, *batch, **options)
-        if evaluating or job.end == "first step in eval()":
-            seen["draws"] |= random_numbers() != before
-        if torch.is_grad_enabled() and not evaluating:
-            calls.append((floats(result), digest(batch)))
+        random_before = random_numbers()
+        result = functions[loss_name](*arguments, **options)
+        if evaluating:
+            seen["draws"] |= random_numbers() != random_before
+            seen["tested"][-1] += len(rows(batch))
+        elif torch.is_grad_enabled():
+            model_of_loss[:] = [model]
+            calls.append((loss_and_counts(result), digest(batch), rows(batch)))
         return result
 
-    def see_evaluation(model, *arguments, **options):
-        buffers = getattr(model, "buffers", list)
-        before = digest([*buffers()])
+    def see_evaluation(*arguments, **options):
+        model = at_the_model(arguments)[0]
+        tested = f"{folder}/tested.pt"
+        if job.name == "two" and os.environ["RANK"] == "0":
+            torch.save(model.state_dict(), tested)
+        elif job.end == "test":
+            model.load_state_dict(torch.load(tested))
+        before = digest([*model.buffers()])
         evaluating.append(True)
-        result = functions["evaluate"](model, *arguments, **options)
+        seen["tested"].append(0)
+        result = functions["evaluate"](*arguments, **options)
         evaluating.pop()
         seen["evaluations"].append(floats(result))
-        seen["changes"] |= digest([*buffers()]) != before
+        seen["changes"] |= digest([*model.buffers()]) != before
+        if job.end == "test":
+            raise Enough
         return result
 
     def before_step(optimizer, *_):
         sign_of_life()
-        names = {id(weight): name for name, weight in weights(saved.get("parts", {})).items()}
-        own = {names.get(id(weight), f"weight {number} (in no model of saved)"): weight
+        if job.end == "gradients in eval()" and optimizer in optimizers:
+            raise Enough
+        optimizers.append(optimizer)
+        items.update(items_of(code_of_train))
+        names = {id(weight): name for name, weight in reversed(weights(items).items())}
+        own = {names.get(id(weight), f"weight {number} (in no model of train)"): weight
                for group in optimizer.param_groups for number, weight in enumerate(group["params"])}
         trained.update(own)
         norms = {name: weight.grad.detach().to_dense().double().norm().item()
                  for name, weight in own.items() if weight.grad is not None}
         rates = [number for group in optimizer.param_groups for name, value in sorted(group.items())
                  if name != "params" for number in floats(value)]  # and the other options
-        seen["steps"].append({"losses": [losses for losses, _ in calls], "rates": rates,
-                              "batches": [batch for _, batch in calls], "norms": norms})
+        results, parts, parts_rows = zip(*calls) if calls else ((), (), ())
+        seen["steps"].append({"losses": results, "rates": rates, "norms": norms, "parts": parts,
+                              "rows": [row for part in parts_rows for row in part]})
         calls.clear()
-        if job.end.startswith("first step"):
-            raise FirstStep
-        # In the second epoch. The run stops after the step that follows
-        if job.end == "signal" and len(seen["steps"]) == min(steps * 2 // 3, steps - 2):
+        # In the second epoch, or in the first if the copy stops at the end of an epoch only
+        stop = min(steps * 2 // 3, steps - 2) if "restore" in functions else steps // 3
+        if job.end == "signal" and len(seen["steps"]) == stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loss_name = "loss_of" if "loss_of" in functions else "loss_and_correct"
-    seeing = {"load_data": load_few, "restore": see_restore, loss_name: see_loss,
-              "evaluate": see_evaluation}
+    loss_name = "loss_of" if "loss_of" in functions else "loss_and_counts"
+    seeing = {"load_data": load_few, loss_name: see_loss, "evaluate": see_evaluation}
     vars(module).update({name: see for name, see in seeing.items() if name in functions})
     module.CHECK_EVERY = 1
     args = module.parse_args()
-    settings = {**SETTINGS, "batch_size": job.batch_size,
-                "checkpoint": f"{folder}/{job.checkpoint}.pt",
+    # A copy of a small script does not evaluate again what is finished: it begins anew
+    checkpoint = "nothing" if job.end == "test" and "restore" not in functions else job.checkpoint
+    share = 4 if hasattr(args, "global_batch") else 16 // int(os.environ.get("WORLD_SIZE", 1))
+    settings = {**SETTINGS, "batch_size": job.batch_size or share,
+                "checkpoint": f"{folder}/{checkpoint}.pt",
                 "lr": 0.01 * getattr(args, "lr", 1)}  # no copy diverges in small batches
     vars(args).update({name: value for name, value in settings.items() if hasattr(args, name)})
     here = os.getcwd().removeprefix(f"{folder}/{job.checkpoint}")
@@ -199,27 +221,85 @@ def train(module, folder, wait, job, steps):
     sign_of_life()
     try:
         module.train(args)
-    except (SystemExit, FirstStep):
+    except (SystemExit, Enough):
         if job.end == "last step":
             raise
         seen["stopped"] = True
+        if job.end == "gradients in eval()":  # as close_group() of the scripts does
+            torch.distributed.barrier()
+            time.sleep(0.5)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         hook.remove()
         faulthandler.cancel_dump_traceback_later()
-    parts = saved.get("parts", {})
-    seen["end"] = {f"{name}{place}": value for name, part in parts.items()
-                   for place, value in numbers(part.state_dict()).items()}
-    trained.update(weights(parts))
+    trained.update(weights(items))
     seen["weights"] = {name: digest(part) for name, part in trained.items() if part.requires_grad}
+    seen["others"] = {f"{name}{place}": value for name, item in items.items()
+                      if not isinstance(item, (torch.nn.Module, torch.optim.Optimizer))
+                      for place, value in numbers(item.state_dict()).items()}
+    stepped = {id(weight) for optimizer in optimizers for group in optimizer.param_groups
+               for weight in group["params"]}
+    seen["not in an optimizer"] = [
+        name for model in model_of_loss for name, weight in model.named_parameters()
+        if weight.requires_grad and id(weight) not in stepped]
+    if job.end == "last step" and os.path.exists(args.checkpoint):
+        saved = torch.load(args.checkpoint, map_location="cpu", weights_only=False)
+        seen["saved"] = {place[1:]: value for place, value in numbers(saved).items()}
     if job.name in ("one", "two", "resumed"):
         # Now: the loader's processes would share a file that is opened before they start
         seen["sizes"] = [size(data) for data in sets]
         seen["samples"] = [read(data, 20) for data in sets]
     if job.name == "one":
-        seen["many"] = [read(data, size(data) if are_tensors(data) else 300) for data in sets]
+        seen["both"] = in_both(*sets[:2]) if len(sets) > 1 and all(map(size, sets[:2])) else None
     return seen
+
+
+def at_the_model(arguments):
+    """Return the model among arguments, those before it, and those behind it: the batch."""
+    for number, value in enumerate(arguments):
+        if isinstance(value, torch.nn.Module):
+            return value, arguments[:number], arguments[number + 1:]
+    raise TypeError("the check expects a model among the arguments of the loss and of evaluate()")
+
+
+def items_of(code):
+    """Return what train() saves, and its models, by name."""
+    frame = sys._getframe()
+    while frame.f_back and frame.f_code is not code:
+        frame = frame.f_back
+    local = frame.f_locals
+    saved = local.get("saved") if isinstance(local.get("saved"), dict) else {}
+    items = {name: value for name, value in saved.items() if hasattr(value, "state_dict")}
+    for name, value in local.items():
+        wraps = isinstance(value, torch.nn.parallel.DistributedDataParallel)
+        known = any(value is item for item in items.values())
+        if isinstance(value, torch.nn.Module) and not wraps and not known:
+            items[name] = value
+    return items
+
+
+def losses_of_parts(loss, model, batch):
+    """Return loss and counts of 10 samples, of 3 and the other 7, of 4, and of these four times."""
+    count = len(rows(batch))
+    if count < 10 or not all(hasattr(part, "__getitem__") and len(part) == count for part in batch):
+        return None
+
+    def part(first, last, times=1):
+        parts = [copy.deepcopy(values[first:last]) for values in batch]
+        return [torch.cat([values] * times) if isinstance(values, torch.Tensor) else values * times
+                for values in parts]
+
+    found = {}
+    with torch.no_grad():
+        for training in (False, True):
+            model.train(training)
+            before = random_numbers()
+            found[f"training {training}"] = [
+                loss_and_counts(loss(*part(*which)))
+                for which in ((0, 10), (0, 3), (3, 10), (0, 4), (0, 4, 4))]
+            found[f"draws {training}"] = random_numbers() != before
+    return found
 
 
 # ---- Files: a copy works in a temporary folder of links to the user's files ----
@@ -350,20 +430,63 @@ class Files:
 
 
 # ---- Samples ----
+def is_tensor(value):
+    return isinstance(value, torch.Tensor) and value.ndim or "numpy.ndarray" in str(type(value))
+
+
 def are_tensors(data):
-    """Return whether data is a tuple of tensors or arrays, whose rows are samples."""
-    rows = isinstance(data, (tuple, list)) and [getattr(part, "shape", ()) for part in data]
-    return bool(rows) and all(rows)
+    """Return whether data is a tuple of tensors or arrays of equal lengths, whose rows are samples."""
+    return (isinstance(data, (tuple, list)) and len(data) > 0 and all(map(is_tensor, data))
+            and len({len(part) for part in data}) == 1)
+
+
+def is_data(value):
+    """Return whether value is a data set, and no vocabulary, list of names, or setting."""
+    if are_tensors(value) or isinstance(value, torch.utils.data.Dataset):
+        return hasattr(value, "__len__")
+    if isinstance(value, (tuple, list)):
+        settings = any(isinstance(part, (str, int, float, torch.Tensor)) for part in value)
+        return len(value) > 2 and not settings and not any(map(is_data, value))
+    if isinstance(value, (str, bytes, dict, torch.Tensor, torch.nn.Module)):
+        return False
+    try:
+        return len(value) > 0 and value[0] is not None
+    except Exception:
+        return False
+
+
+def cut(loaded, sets):
+    """Return what load_data() returned with few samples of each data set. Add the sets to sets."""
+    if is_data(loaded):  # the training set alone
+        groups = [loaded]
+    elif isinstance(loaded, dict):
+        return dict(zip(loaded, cut([*loaded.values()], sets)))
+    elif not isinstance(loaded, (tuple, list)):
+        return loaded
+    elif all(map(is_tensor, loaded)):  # inputs, labels, test inputs, test labels
+        groups = [tuple(group) for _, group in itertools.groupby(loaded, len)]
+    else:
+        groups = loaded
+    shortened = []
+    sets.clear()
+    for group in groups:
+        if is_data(group) and not (sets and are_tensors(group) and len(group) != len(groups[0])):
+            sets.append(group)
+            group = few(group, TEST_SAMPLES if len(sets) > 1 else TRAINING_SAMPLES)
+        shortened.append(group)
+    if groups is loaded:
+        return shortened
+    return shortened[0] if is_data(loaded) else [part for group in shortened for part in group]
 
 
 def size(data):
-    return min(map(len, data)) if are_tensors(data) else len(data)
+    return len(data[0]) if are_tensors(data) else len(data)
 
 
 def few(data, count):
     """Return so many samples of a data set, from all of it, and some twice if it has fewer."""
-    if not size(data) or are_tensors(data) and len(set(map(len, data))) > 1:
-        return data  # the copy refuses it
+    if not size(data):
+        return data
     indices = [index * size(data) // count for index in range(count)]
     return tuple(part[indices] for part in data) if are_tensors(data) else Few(data, indices)
 
@@ -386,25 +509,54 @@ class Few:
         value = getattr(self.all_samples, name)
         if are_tensors(value) and size(value) == len(self.all_samples):
             return tuple(part[self.indices] for part in value)
-        if not hasattr(value, "__getitem__") or len(value) != len(self.all_samples):
-            return value
-        return value[self.indices] if hasattr(value, "shape") else [value[i] for i in self.indices]
+        if is_tensor(value) and len(value) == len(self.all_samples):
+            return value[self.indices]
+        if isinstance(value, list) and name != "classes" and len(value) == len(self.all_samples):
+            return [value[index] for index in self.indices]
+        return value
+
+
+def sample(data, index):
+    """Return a text that equal samples share, also if they are transformed at random."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    return digest([part[index] for part in data] if are_tensors(data) else data[index])
 
 
 def read(data, count):
     """Return digests of about so many samples, from all of a data set."""
+    return [sample(data, index) for index in range(0, size(data), max(1, size(data) // count))]
+
+
+def in_both(training, test):
+    """Return how many different samples are in both sets, as far as they are read in 6 seconds."""
     found = []
-    for index in range(0, size(data), max(1, size(data) // max(1, count))):
-        random.seed(0)
-        torch.default_generator.manual_seed(0)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(0)
-        sample = [part[index] for part in data] if are_tensors(data) else data[index]
-        found.append(digest(sample))
-    return found
+    for data, seconds in ((training, 4), (test, 2)):
+        if type(data) is torch.utils.data.TensorDataset:
+            data = data.tensors
+        end = time.monotonic() + seconds * (5 if are_tensors(data) else 1)
+        indices = random.Random(0).sample(range(size(data)), size(data))
+        read_in_time = itertools.takewhile(lambda _: time.monotonic() < end, indices)
+        found.append([sample(data, index) for index in read_in_time])
+    times = collections.Counter(found[0])
+    of_test = {*found[1]}
+    return {"read": [*map(len, found)], "both": sum(value in times for value in of_test),
+            "different": len(of_test), "once": [*times.values()].count(1)}
 
 
 # ---- Numbers ----
+def rows(batch):
+    """Return digests of the samples of a batch, of each of its parts, and of all together."""
+    try:
+        [count] = {len(part) for part in batch}
+        return [[digest([part[index] for part in batch]), *(digest(part[index]) for part in batch)]
+                for index in range(count)]
+    except (TypeError, KeyError, ValueError):  # graphs, dictionaries
+        return [[digest(batch)]]
+
+
 def digest(value):
     """Return a text that equal samples, or equal tensors, share."""
     if isinstance(value, torch.Tensor):
@@ -412,12 +564,17 @@ def digest(value):
         content = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
     elif hasattr(value, "tobytes"):  # arrays of numpy, images
         content = value.tobytes()
+    elif isinstance(value, bytes):
+        content = value
     elif isinstance(value, dict):
         content = digest([*value.items()]).encode()
     elif isinstance(value, (list, tuple)):
         content = "".join(map(digest, value)).encode()
     else:
-        content = repr(value).encode() if isinstance(value, (str, int, float)) else b""
+        try:
+            content = pickle.dumps(value)
+        except Exception:
+            content = str(type(value)).encode()
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
@@ -428,24 +585,29 @@ def numbers(state, place=""):
     if isinstance(state, dict):
         return {inner: value for key, part in state.items()
                 for inner, value in numbers(part, f"{place}.{key}").items()}
-    return {place: digest(state)}
+    return {} if isinstance(state, str) else {place: digest(state)}
 
 
-def weights(parts):
-    """Return the weights of all models in saved, by name."""
-    return {f"{part_name}.{name}": weight for part_name, part in parts.items()
-            if isinstance(part, torch.nn.Module) for name, weight in part.named_parameters()}
+def weights(items):
+    """Return the weights of all models among items, by name."""
+    return {f"{item_name}.{name}": weight for item_name, item in items.items()
+            if isinstance(item, torch.nn.Module) for name, weight in item.named_parameters()}
 
 
 def floats(result):
-    """Return the numbers of a result: the loss is the first."""
+    """Return the numbers of a result."""
     if isinstance(result, dict):
         result = list(result.values())
     if isinstance(result, (list, tuple)):
         return [number for part in result for number in floats(part)]
-    if isinstance(result, torch.Tensor):
-        result = result.detach().double().sum()
+    if is_tensor(result) or isinstance(result, torch.Tensor):
+        result = torch.as_tensor(result).detach().double().sum()
     return [float(result)] if hasattr(result, "__float__") else []
+
+
+def loss_and_counts(result):
+    """Return the loss and the counts of a result: what follows them is no metric."""
+    return floats(result[:2] if isinstance(result, (list, tuple)) else result)
 
 
 def random_numbers():
@@ -455,9 +617,12 @@ def random_numbers():
 # ---- Start these processes ----
 def run(folder, path, flags, jobs, nproc=1, wait=1800):
     """Do jobs in nproc processes. Return what each rank has seen in each, and how others ended."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+    ports = []  # one for each job: a rank could meet the group of the job before
+    with contextlib.ExitStack() as servers:
+        for _ in jobs:
+            server = servers.enter_context(socket.socket())
+            server.bind(("127.0.0.1", 0))
+            ports.append(server.getsockname()[1])
     others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
               "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
@@ -465,7 +630,7 @@ def run(folder, path, flags, jobs, nproc=1, wait=1800):
                PYTHONDONTWRITEBYTECODE="1", TMPDIR=folder,
                TORCH_DISTRIBUTED_DEBUG="INFO")  # names the parameters that have no gradient
     if nproc > 1:
-        env.update(WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        env.update(WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1")
     here = os.getcwd()
     for mirror in {f"{folder}/{job.checkpoint}" for job in jobs}:
         if not os.path.exists(mirror):
@@ -473,8 +638,8 @@ def run(folder, path, flags, jobs, nproc=1, wait=1800):
     processes = []
     try:
         for rank in range(nproc):
-            env.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            processes.append(start([path, here, folder, rank, wait, jobs, flags], env))
+            env.update(RANK=str(rank), LOCAL_RANK="0")  # as on machines of one process each
+            processes.append(start([path, here, folder, rank, wait, jobs, flags, ports], env))
         statuses = [process.wait() for process in processes]
     finally:
         for process in processes:
@@ -521,7 +686,7 @@ def how_it_ended(path, status, log):
 # ---- Compare ----
 failed = []
 LATER = {"again": "a finished run that is started again", "test": "an evaluation",
-         "whole test": "an evaluation of a single batch", "whole step": "a step of a single part"}
+         "whole test": "an evaluation in a single batch"}
 
 
 def check(promise, good, otherwise):
@@ -533,6 +698,10 @@ def check(promise, good, otherwise):
 
 def skip(promise, reason):
     print(f"----  not checked: {promise}: {reason}", flush=True)
+
+
+def note(text):
+    print(f"note  {text}", flush=True)
 
 
 def main():
@@ -547,11 +716,14 @@ def main():
         skip(sys.argv[1], "there is no such file")
         return 2
     text = pathlib.Path(path).read_text(errors="replace")
-    missing = [name for name in ("parse_args", "load_data", "train", "save_checkpoint")
-               if f"def {name}(" not in text]
+    missing = [name for name in ("parse_args", "load_data", "train")
+               if not re.search(rf"\b{name}\b", text)]
     if missing:
-        skip(sys.argv[1], f"it has no function {missing[0]}: it is no copy of cifar10_ddp, "
-             "fashionmnist_ddp or cpu_ddp")
+        skip(sys.argv[1], f"it has no function {missing[0]}, so it is no copy of a DDP script of "
+             "this collection")
+        return 2
+    if re.search(r"def (loss_and_correct\(|loss_of\(model\b)", text):
+        skip(sys.argv[1], "it is a copy of an older version: use the check_copy.py of that version")
         return 2
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -563,9 +735,9 @@ def main():
 
 def compare(folder, path, flags):
     """Train, print what holds and what differs, and return the exit status."""
-    print(f"Checking {sys.argv[1]} on CPUs, with {TRAINING_SAMPLES} training samples and "
-          f"{TEST_SAMPLES} test samples of its data:\n2 epochs of 3 steps of 16 samples, in parts "
-          "of 4, on one process.", flush=True)
+    print(f"Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of 16 "
+          f"samples,\nof {TRAINING_SAMPLES} training samples and {TEST_SAMPLES} test samples.",
+          flush=True)
     begin = time.monotonic()
     seen, problems = run(folder, path, flags, [Job("one", "one"),
                                                Job("stopped", "stopped", end="signal")])
@@ -577,31 +749,38 @@ def compare(folder, path, flags):
         return 2
     seconds = time.monotonic() - begin
     print(f"Now on two processes, then stopped and resumed: about {seconds:.0f} s more.", flush=True)
-    two, problems_of_two = run(folder, path, flags, [Job("two", "two")], 2, WAIT + seconds)
-    problems.update(problems_of_two)
-    if "SyncBatchNorm" in problems.get("two", ""):
-        skip("anything", f"SyncBatchNorm needs GPUs: check with BatchNorm{problems['two']}")
+    of_two = run(folder, path, flags, [
+        Job("two", "two"), Job("two in eval()", "nothing", end="gradients in eval()")],
+        2, WAIT + seconds)
+    if "SyncBatchNorm" in of_two[1].get("two", ""):
+        skip("anything", f"SyncBatchNorm needs GPUs: check with BatchNorm{of_two[1]['two']}")
         return 2
-    more, problems_of_more = run(folder, path, flags, [
-        Job("again", "one"), Job("test", "two" if two else "one"),
-        Job("whole test", "two" if two else "one", batch_size=2 * TEST_SAMPLES),
-        Job("whole step", "nothing", batch_size=16, end="first step"),
-        Job("in parts", "nothing", end="first step in eval()"),
-        Job("at once", "nothing", batch_size=16, end="first step in eval()"),
-        Job("resumed", "stopped")])
-    problems.update(problems_of_more)
-    seen.update(**two, **more)
+    tests = [Job("test", "two", 4, "test"), Job("whole test", "two", 2 * TEST_SAMPLES, "test")]
+    of_one = run(folder, path, flags, [
+        Job("resumed", "stopped"), Job("again", "one"),
+        Job("loss", "nothing", 16, "loss"),
+        Job("one in eval()", "nothing", end="gradients in eval()"),
+        *(tests if os.path.exists(f"{folder}/tested.pt") else [])])
+    for others, other_problems in (of_two, of_one):
+        seen.update(others)
+        problems.update(other_problems)
 
     if not check_data(seen):
         skip("the rest", "it would differ, too")
         return 1
-    check("two processes train to the end", bool(two), "they do not. All ranks make the same "
-          f"calls: is one below `if rank == 0`?{problems.get('two')}")
-    of_a_batch = check_evaluation(seen, bool(two) and check_weights(*two["two"]))
-    if not of_a_batch:
-        note_parts(seen)
-    check_training(seen, of_a_batch)
-    check_resume(seen, problems, os.path.exists(f"{folder}/stopped.pt"))
+    if check("two processes train to the end", "two" in seen, "make the same calls of "
+             "torch.distributed on all ranks, in the same order; move them out of `if rank == 0`:"
+             f"{problems.get('two')}"):
+        check_ranks(*seen["two"])
+    is_mean = check_loss(seen)
+    check_evaluation(seen, is_mean)
+    if "two" in seen:
+        check_two_processes(seen, problems, is_mean)
+    check_resume(seen, problems, glob.glob(f"{folder}/stopped.pt*"))
+    names = seen["one"][0]["not in an optimizer"]
+    if names:
+        note(f"these weights are in no optimizer: {some(names)}. If this is intended, set "
+             "requires_grad to False in build_model")
     broken = [name for name in LATER if name in problems]
     if broken:
         skip("the rest", f"{LATER[broken[0]]} ends with an error:{problems[broken[0]]}")
@@ -611,169 +790,220 @@ def compare(folder, path, flags):
 def check_data(seen):
     one = seen["one"][0]
     promise = "no test sample is a training sample"
-    if len(one["many"]) < 2 or not all(one["many"]):
-        skip(promise, "there are not two sets")
+    found = one["both"]
+    if not found:
+        skip(promise, "load_data() does not return two sets with samples")
     else:
-        training, test = one["many"][:2]
-        times = collections.Counter(training)
-        in_both = sum(sample in times for sample in test)
-        share = in_both / len(test) * one["sizes"][0] / len(training)
-        by_chance = 1 - [*times.values()].count(1) / len(training)  # in a table of few values
-        leak = in_both > 2 and share > 0.5 + by_chance
-        check(promise, not leak, f"{in_both} of {len(test)} test samples are among {len(training)} "
-              "training samples. Draw or split both sets at once")
-        if in_both and not leak and by_chance < 0.5:
-            print(f"note  {in_both} of {len(test)} test samples are training samples, too")
+        (samples, tests), (read_samples, read_tests) = one["sizes"][:2], found["read"]
+        both, different = found["both"], found["different"]
+        by_chance = 1 - found["once"] / read_samples  # in a table of few values
+        leak = both > 2 and both / different * samples / read_samples > 0.5 + by_chance
+        counts = f"{both} of {different} different test samples are training samples"
+        if read_samples < samples or read_tests < tests:
+            promise += f" ({read_tests} of {tests} and {read_samples} of {samples} are read)"
+        if not leak and different * read_samples < 10 * samples and read_samples < samples:
+            skip(promise, "these are too few to say it")
+        else:
+            check(promise, not leak, f"{counts}. Draw both sets in one call, from one split")
+        if both and not leak and by_chance < 0.5:
+            note(counts)
     of_all = [(rank["sizes"], rank["samples"])
               for name in ("one", "two", "resumed") for rank in seen.get(name, [])]
     return check("all processes, and all starts, load the same data",
-                 all(samples == of_all[0] for samples in of_all), "sort what comes from a set or a "
-                 "folder, seed what is random (numpy, pandas, scikit-learn), and load all samples "
-                 "on all ranks")
+                 all(samples == of_all[0] for samples in of_all), "they load other samples. Sort "
+                 "what comes from a set or a folder, seed what is random (numpy, pandas, "
+                 "scikit-learn), and load all samples on all ranks")
 
 
-def check_weights(first, second):
+def check_ranks(first, second):
     different = [name for name, value in first["weights"].items()
                  if second["weights"].get(name) != value]
-    return check("all processes have the same weights at the end", not different,
-                 f"not {some(different)}: call ddp_model(...), and in the loss model(...), no "
-                 "method of it; each model needs its DDP; set requires_grad in build_model")
+    check("all processes have the same weights at the end", not different,
+          f"these differ: {some(different)}. Call ddp_model(...) in train(), and in the loss "
+          "model(...), no method of it; wrap each model in DDP; set requires_grad in build_model")
+    different = [name for name, value in first["others"].items()
+                 if second["others"].get(name) != value]
+    if different:
+        check("what is saved is the same on all processes", False, f"these differ: "
+              f"{some(different)}. Compute them from results of all ranks, as evaluate() and "
+              "sum_over_ranks() return them")
 
 
-def check_evaluation(seen, compare_two):
-    """Return whether the test loss is one of a batch, as of pairs of samples, not of samples."""
+def check_loss(seen):
+    """Return whether the loss is a mean over the samples, whose losses do not depend on others."""
+    promise = "the loss is a mean over the samples, and the counts are sums"
+    found = seen["loss"][0]["loss"] if "loss" in seen else None
+    if not found:
+        skip(promise, "the loss is not called for 16 samples, or does not take any number of them")
+        return True
+    ten, three, seven, *_ = found["training False"]
+    factors = []
+    for training in ("True", "False"):
+        four, four_times = found[f"training {training}"][3:]
+        ratio = four_times[0] / four[0] if four[0] else 1
+        factors += [f"{show(pair)}" for pair in [(four[0], four_times[0])]
+                    if 3.2 < ratio < 5 or 0.2 < ratio < 0.32]
+    of_counts = [(count, whole) for count, whole in zip(four[1:], four_times[1:])
+                 if count % 1 and math.isclose(count, whole, rel_tol=1e-3)]
+    of_counts += [] if found["draws False"] else [
+        (count, whole) for whole, *parts in zip(ten[1:], three[1:], seven[1:])
+        for count in [(3 * parts[0] + 7 * parts[1]) / 10]
+        if count % 1 and math.isclose(count, whole, rel_tol=1e-3)]
+    if check(promise, not factors and not of_counts,
+             f"the loss of 4 samples, and of these samples four times, is {factors[0]}. Return a "
+             "mean over the samples, not a sum, without a factor for their number" if factors else
+             "the counts are means. Return sums over the samples: metrics() divides them"):
+        mean = (3 * three[0] + 7 * seven[0]) / 10
+        rounding = 2e-2 if "--bf16" in sys.argv else 1e-3
+        if not found["draws False"] and not math.isclose(mean, ten[0], rel_tol=rounding,
+                                                         abs_tol=1e-6):
+            note(f"the loss of 10 samples is {ten[0]:.4g}, the mean of the losses of its 3 and 7 "
+                 f"{mean:.4g}: weights by class, ignored tokens, or a loss of pairs make the "
+                 "training depend on the number of processes")
+            return False
+    return True
+
+
+def check_evaluation(seen, is_mean):
     one = seen["one"][0]
     promise = "the same weights are tested alike on one and two processes"
     results = {name: ranks[0]["evaluations"][-1] for name, ranks in seen.items()
                if any(ranks[0]["evaluations"])}
-    if not {"one", "again", "test", "whole test"} <= {*results}:
-        if {"again", "test", "whole test"} <= {*seen}:  # else, their error is shown
-            skip(promise, "evaluate() is not called in the first two epochs")
-        return False
-    changes = ", and it changes the model" if one["changes"] else ""
-    alike = check("an evaluation depends on the saved weights alone",
-                  results["one"] == results["again"] and not changes,
-                  f"{show(results['one'])} at the end of a run, {show(results['again'])} when it "
-                  f"is started again{changes}: call model.eval(); call torch.manual_seed(0) before "
-                  "evaluate() if it draws random numbers; put what is tested (an average) into "
-                  "saved")
-    if one["draws"] or not alike:
-        skip(promise, "the evaluation draws random numbers, or depends on more than the weights")
-        return False
+    if "one" not in results:
+        skip(promise, "evaluate() is not called in the first two epochs, or there are no samples")
+        return
+    tests = one["sizes"][1] and TEST_SAMPLES if len(one["sizes"]) > 1 else 0
+    for name in ("one", "two"):
+        tested = sum(rank["tested"][-1] for rank in seen.get(name, []) if rank["tested"])
+        if tests and tested not in (0, tests):
+            note(f"{tested} samples are tested on {name} process{'es' * (name == 'two')}, where "
+                 f"the test set has {tests}")
+    changes = ". It changes the model" if one["changes"] else ""
+    if changes or "again" in results:
+        again = results.get("again", results["one"])
+        alike = check("the same weights give the same result when they are tested again",
+                      results["one"] == again and not changes,
+                      f"{show(results['one'])} at the end of a run, {show(again)} when it is "
+                      f"started again{changes}. Call model.eval() in evaluate(); call "
+                      "torch.manual_seed(0) before evaluate() if it draws random numbers; put what "
+                      "is tested (an average) into saved")
+        if not alike:
+            return
+    if one["draws"]:
+        skip(promise, "the evaluation draws random numbers")
+        return
+    if not {"two", "test", "whole test"} <= {*results}:
+        return  # their errors are printed
     test, whole = results["test"], results["whole test"]
     ratios = [part / all_at_once if all_at_once else 1.0 for part, all_at_once in zip(test, whole)]
-    if any(4.5 < ratio < 9 for ratio in ratios):  # 6 batches, or one
-        check(promise, False, f"{show(test)} in batches of 4, {show(whole)} in a single one: "
-              "return sums over samples, of loss and metric, or multiply means by len(labels)")
-    elif not math.isclose(ratios[0], 1, rel_tol=0.02):
-        print(f"note  the test loss depends on the batch size, as one over pairs of samples does: "
-              f"{show(test)} in batches of 4, {show(whole)} in a single one")
-        return True
-    elif compare_two:
-        pairs = [*zip(results["two"], test)]
-        if "--bf16" in sys.argv:
-            pairs = pairs[:1]  # rounding decides which of two scores is the higher
-        elif not all(math.isclose(ratio, 1, rel_tol=0.02) for ratio in ratios):
-            pairs = pairs[:1]
-            print(f"note  the test metric depends on the batch size, as F1 or a correlation does: "
-                  f"{show(test)} in batches of 4, {show(whole)} in a single one. Compute it from "
-                  "all scores")
-        check(promise, all(math.isclose(*pair, rel_tol=2e-3) for pair in pairs),
-              f"{show(results['two'])} on two, {show(test)} on one: each rank tests its share, and "
-              "the sums of all ranks are added up")
-    return False
-
-
-def note_parts(seen):
-    """Print whether the loss of a sample depends on the others of its part of a batch."""
-    steps = [step for name in ("in parts", "at once") if name in seen
-             for step in seen[name][0]["steps"] if step["losses"]]
-    if len(steps) < 2 or seen["in parts"][0]["draws"]:
+    if any(4.5 < ratio < 9 for ratio in ratios[1:]):  # 6 batches, or one
+        check(promise, False, f"{show(test)} in batches of 4, {show(whole)} in a single batch. "
+              "Return sums over the samples as counts: metrics() divides them")
         return
-    parts, whole = steps
-    norms = parts["norms"]
-    if len(parts["losses"]) != 4 * len(whole["losses"]) or not any(norms.values()):
-        return
-    least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # or rounding
-    differences = [abs(value - whole["norms"].get(name, 0)) / max(value, least)
-                   for name, value in norms.items()]
-    difference = statistics.median(differences)  # single ones differ by rounding before a ReLU
-    if difference > 1e-3:
-        print(f"note  the gradients depend on how a batch is divided (by {100 * difference:.2g} % "
-              "here), as of a mean over all tokens, a Dice loss, or weights by the counts of a "
-              "batch: so they depend on the number of processes")
+    alike = [math.isclose(ratio, 1, rel_tol=0.02) for ratio in ratios]
+    if not all(alike[1:]):
+        note(f"the test metrics depend on the batch size: {show(test)} in batches of 4, "
+             f"{show(whole)} in a single batch. Compute F1 or a correlation from counts of all "
+             "samples, in metrics()")
+    if "--bf16" in sys.argv:
+        alike = [is_mean]  # rounding decides which of two scores is the higher
+    pairs = [pair for pair, good in zip(zip(results["two"], test), alike) if good]
+    check(promise, all(math.isclose(*pair, rel_tol=2e-3, abs_tol=1e-6) for pair in pairs),
+          f"{show(results['two'])} on two, {show(test)} on one. Let each rank test its share, and "
+          "return the results of the sums over all ranks")
 
 
-def check_training(seen, of_a_batch):
-    one = seen["one"][0]
-    promise = "the loss and the metric in training are sums over samples"
-    parts, whole = ([losses for step in seen[name][0]["steps"][:1] for losses in step["losses"]]
-                    if name in seen else [] for name in ("one", "whole step"))
-    if not any(whole) or len(parts) != 4 * len(whole):
-        if "whole step" in seen:
-            skip(promise, "the loss is not called once for each part of a batch")
-    else:
-        sums, whole_sums = ([sum(values) for values in zip(*losses)] for losses in (parts, whole))
-        means = 2.8 < sums[0] / (whole_sums[0] or math.inf) < 5.6 or any(
-            math.isclose(part, 4 * whole, rel_tol=1e-3) and whole % 1  # a count is a whole number
-            for part, whole in zip(sums[1:], whole_sums[1:]))
-        check(promise, not means, f"{show(sums)} of 16 samples in four parts, {show(whole_sums)} "
-              "in a single one: multiply means by len(labels)")
-    if "two" not in seen:
-        return
+def check_two_processes(seen, problems, is_mean):
+    one, (first, second) = seen["one"][0], seen["two"]
+    alone = [step["rows"] for step in one["steps"]]
+    of_both = [step["rows"] + other["rows"] for step, other in zip(first["steps"], second["steps"])]
 
-    first, second = seen["two"]
-    batches = [{*step["batches"]} for step in one["steps"]]
-    of_both = [{*step["batches"], *other["batches"]}  # LBFGS repeats some
-               for step, other in zip(first["steps"], second["steps"])]
+    def same(place):
+        """Return whether each step has the same samples, or in this place of them the same."""
+        of_one, of_two = ([{row[place] for row in step if place < len(row)} for step in steps]
+                          for steps in (alone, of_both))
+        return of_one == of_two and (place == 0 or len(of_one[0]) > 2)
+
+    parts, *of_ranks = (job["steps"][0]["parts"] if job["steps"] else []
+                        for job in (one, first, second))
+    other_division = len(parts) != sum(map(len, of_ranks))  # as of a loop without parts
+    only_transformed = not same(0) and other_division and any(
+        map(same, range(1, len(alone[0][0]) if alone[0] else 0)))
     rates = [(rate, other) for step, step_of_two in zip(one["steps"], first["steps"])
              for rate, other in zip(step["rates"], step_of_two["rates"])]
     check("one and two processes train on the same samples, at the same rates",
-          batches == of_both and all(math.isclose(*pair, rel_tol=1e-3) for pair in rates),
-          "their order depends on seed and epoch alone; random transforms use torch or random, and "
-          "numpy with a seed for each sample; rates and other options of the optimizer are those "
-          "of the global batch, on any number of processes")
+          (same(0) or only_transformed)
+          and all(math.isclose(*pair, rel_tol=1e-3) for pair in rates),
+          "they differ. Let the order depend on seed and epoch alone, and on the rank, not the "
+          "local rank; use random numbers of torch or random in transforms, and numpy with a seed "
+          "for each sample; make rates and other options of the optimizer fit the global batch")
     promise = "the first gradients are the same on one and two processes"
-    norms, others = ([step["norms"] for step in seen[name][0]["steps"]] for name in ("one", "two"))
-    if of_a_batch or not any(norms[:1]):
-        skip(promise, "the loss is one of a batch, or the optimizer computes them itself")
-    else:
-        least = 1e-4 * math.hypot(*norms[0].values()) / math.sqrt(len(norms[0]))  # or rounding
-        different = [name for name, value in norms[0].items()
-                     if abs(value - others[0].get(name, math.inf)) > 1e-3 * max(value, least)]
-        check(promise, not different, f"not {some(different)}: call ddp_model(...), and in the "
-              "loss model(...), no method of it; keep loss * (world_size / global_batch); use "
-              "random numbers of torch, in build_model, too; keep no state in globals; clip the "
-              "gradients of all parts")
+    if only_transformed:
+        skip(promise, "random transforms or padding differ")
+        return
+    names = "one", "two"
+    if {*parts} != {part for parts_of_rank in of_ranks for part in parts_of_rank}:
+        names = "one in eval()", "two in eval()"  # dropout and BatchNorm differ
+        if "loss" in seen and (seen["loss"][0]["loss"] or {}).get("draws False"):
+            skip(promise, "the loss draws random numbers in eval()")
+            return
+    norms, others = ({}, {})
+    for name, found in zip(names, (norms, others)):
+        for step in seen[name][0]["steps"] if name in seen else ():
+            for weight, norm in step["norms"].items():
+                found.setdefault(weight, norm)
+    broken = [problems[name] for name in names if name in problems]
+    if broken or not any(norms.values()):
+        skip(promise, f"the model trains in eval() with an error:{broken[0]}" if broken else
+             "the optimizer computes them itself")
+        return
+    least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # or rounding
+    different = [name for name, value in norms.items()
+                 if abs(value - others.get(name, math.inf)) > 1e-3 * max(value, least)]
+    if different and not is_mean:
+        skip(promise, "the loss is no mean over the samples")
+        return
+    check(promise, not different, f"these differ: {some(different)}. Call ddp_model(...) in train(),"
+          " and in the loss model(...), no method of it; multiply each loss by len(indices) * "
+          "world_size / global_batch before backward(); use random numbers of torch, in "
+          "build_model, too, not of numpy or random; keep no state in globals; clip the gradients "
+          "after the last part")
 
 
 def check_resume(seen, problems, has_saved):
     promise = "a stopped and resumed run ends with the same numbers"
     one = seen["one"][0]
-    if not one["end"]:
-        skip(promise, "restore(checkpoint, settings, saved) is not called")
+    if "saved" not in one:
+        skip(promise, "nothing is saved in the file of --checkpoint")
         return
     if len(one["steps"]) < 3:
-        skip(promise, f"two epochs have {len(one['steps'])} steps only")
+        skip(promise, f"two epochs have only {len(one['steps'])} steps")
         return
     stopped = "stopped" in seen and seen["stopped"][0]["stopped"] and has_saved
-    if not check("SIGTERM stops a run, which saves", stopped, f"it does not{problems.get('stopped', '')}"):
+    if not check("SIGTERM stops a run, which saves", stopped,
+                 f"it does not{problems.get('stopped', '')}"):
         return
     if "resumed" not in seen:
-        check(promise, False, f"it does not end{problems['resumed']}")
+        check(promise, False, f"the resumed run does not end{problems['resumed']}")
         return
     resumed = seen["resumed"][0]
-    before, after = ({**job["weights"], **job["end"]} for job in (one, resumed))
+    if len(resumed["steps"]) >= len(one["steps"]):
+        check(promise, False, f"the resumed run makes all {len(one['steps'])} steps again. Load "
+              "the file of --checkpoint, and let errors end the run")
+        return
+    before, after = ({**job["weights"], **job["saved"]} for job in (one, resumed))
     different = [place for place in before if before[place] != after.get(place)]
+    different += ["test results"] * (one["evaluations"][-1:] != resumed["evaluations"][-1:])
     steps = zip(one["steps"][len(one["steps"]) - len(resumed["steps"]):], resumed["steps"])
     first = [f"{name} of step {number} after the resume"
              for number, (before, after) in enumerate(steps, 1)
              for key, name in {"rates": "rate", "losses": "loss", "norms": "gradient"}.items()
              if before[key] != after[key]][:1]
-    check(promise, not different, f"not {some(first + different)}. Put what must survive a stop "
-          "into saved, before restore(): models, optimizers, schedulers, averages, counters; a "
-          "queue is a buffer of a model, and a hidden state begins with zeros. Use random numbers "
-          "of torch. Call optimizer.zero_grad() before each step; clone() a gradient that you keep")
+    check(promise, not different, f"these differ: {some(first + different)}. Call model.train() "
+          "after an evaluation of your own. Put what must survive a stop into saved, before it is "
+          "loaded: models, optimizers, schedulers, averages, counters; register a queue as a "
+          "buffer of a model, and begin a hidden state with zeros. Use random numbers of torch. "
+          "Call optimizer.zero_grad() before each step; clone() a gradient that you keep")
 
 
 def show(results):

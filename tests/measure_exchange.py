@@ -9,8 +9,6 @@ It times training steps of a classifier of torchvision on random images, with an
 exchange of gradients, in turn. The overhead is the part of a step that the exchange adds.
 """
 import argparse
-import resource
-import sys
 import time
 
 import torch
@@ -77,17 +75,8 @@ def main():
     script.log(f"{world_size * args.batch_size / step:,.1f} images/s  step {1000 * step:.1f} ms, "
                f"without exchange {1000 * step_alone:.1f} ms  "
                f"communication overhead {100 * (1 - step_alone / step):.1f} %  "
-               f"gradients {gradients / 1e6:.1f} MB  "
-               f"peak memory of rank 0 {peak_memory(device) / 1e6:,.0f} MB")
+               f"gradients {gradients / 1e6:.1f} MB")
     script.close_group()
-
-
-def peak_memory(device):
-    """Return the most bytes that tensors have used on this GPU, or this process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # elsewhere in KiB
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ KILLS = [  # how many of 20 kills, script, launcher, processes, flags
                                        "--model", "shufflenet_v2_x0_5", "--image-size", 32)),
     (5, "fashionmnist_ddp", "spawn", 2, ("--fake-data", 512, "--batch-size", 8, "--epochs", 4)),
 ]
-RESUMED = r"steps [1-9]\d* to \d+$|resumed after epoch"
+RESUMED = r" (steps|epochs) [1-9]\d* to "
 WAYS = ["SIGKILL while it saves", "SIGTERM", "SIGKILL of all", "SIGKILL of one process",
         "SIGKILL of all while it starts"]
 

@@ -130,7 +130,7 @@ def test_the_pods_of_job_yaml_fit_its_cpus_and_the_output_on_the_page():
     assert processes * threads == cpus, (
         f"{processes} processes of {threads} threads are to use {cpus} CPUs")
     (epochs,) = values(r"--epochs=(\d+)", text)
-    shown = re.search(r"^world size (\d+) x .*\n(?:.*\n)*?epoch (\d+)/", README, re.M)
+    shown = re.search(r"^world size (\d+) .*\n(?:.*\n)*?epoch (\d+)/", README, re.M)
     world_size, shown_epochs = map(int, shown.groups())
     assert world_size == pods[0] * processes, f"the page shows {world_size} processes"
     assert shown_epochs == epochs, f"the page shows {shown_epochs} epochs, not {epochs}"

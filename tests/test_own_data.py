@@ -178,7 +178,7 @@ def test_gradients_that_are_not_exchanged_are_an_error(script, tmp_path):
 @pytest.mark.parametrize("script", EPOCH_SCRIPTS)
 @pytest.mark.parametrize("change, words", [
     (lambda weights, rank: weights.mul_(1 + 1e-4 * rank), "different weights"),
-    (lambda weights, rank: weights[0].fill_(torch.nan), "not finite")], ids=["unlike", "nan"])
+    (lambda weights, rank: weights[0].fill_(torch.nan), "NaN or infinity")], ids=["unlike", "nan"])
 def test_small_scripts_save_no_weights_that_are_not_finite_or_unlike(script, change, words,
                                                                      tmp_path):
     def setup(module, rank):

@@ -1,4 +1,4 @@
-"""The loops on cpu_ddp's page: on any number of processes, the losses and weights of one."""
+"""The loops on cpu_ddp's page and on README: on any number of processes, the weights of one."""
 
 import re
 import subprocess
@@ -11,6 +11,8 @@ from scripts import ROOT
 
 PAGE = (ROOT / "cpu_ddp" / "README.md").read_text()
 LISTING, LOADER = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+(FIRST_SCREEN,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(),
+                             re.MULTILINE | re.DOTALL)
 (PRINTED,) = re.findall(r"^```\n((?:epoch \d  loss .*\n)+)```$", PAGE, re.MULTILINE)
 
 
@@ -69,8 +71,7 @@ def test_the_page_shows_what_the_loop_prints(single):
     assert single.losses == PRINTED.splitlines(), "the page's output is not that of the loop"
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize("loader", [False, True], ids=["indices", "loader"])
+@pytest.mark.parametrize("loader, nproc", [(False, 1), (False, 3), (True, 3)])
 def test_several_processes_train_as_one(tmp_path, single, loader, nproc):
     code = loop_with_loader() if loader else side(LISTING, "+")
     several = train(code, tmp_path / "ddp", launcher="torchrun", nproc=nproc)
@@ -97,3 +98,40 @@ def test_gpus_train_as_one_process(tmp_path, single):
     assert several.devices == {"cuda:0"}, f"rank 0 trains on {several.devices}"
     difference = several.difference(single)
     assert difference < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {difference}"
+
+
+# ---- README's first screen ----
+AROUND = """
+import os
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(300, 20), torch.randint(3, (300,)))
+epochs = 3
+
+
+def Model():
+    return nn.Linear(20, 3)
+
+
+"""
+TO_CPU = {'"nccl"': '"gloo"', "torch.cuda.set_device(": "int(", '"cuda"': '"cpu"'}
+
+
+def test_the_diff_on_readme_trains_as_one_process_on_two(tmp_path):
+    """On CPUs. Without the last, incomplete batch, shares are equal."""
+    code = AROUND + side(FIRST_SCREEN, "+")
+    for old, new in TO_CPU.items():
+        assert old in code, f"README's diff has no {old}"
+        code = code.replace(old, new)
+    one, two = (train(code, tmp_path / str(nproc), launcher="torchrun", nproc=nproc)
+                for nproc in (1, 2))
+    difference = two.difference(one)
+    assert difference < 1e-6, f"on two processes, README's loop has weights {difference} apart"
+    before = AROUND + side(FIRST_SCREEN, "-").replace('"cuda"', '"cpu"')
+    train(before, tmp_path / "before", launcher="python", nproc=1)

@@ -369,13 +369,13 @@ def test_terminal_is_given(lab, variables, shown):
 
 
 # --- jobs that are disturbed ---
-STARTED = r"samples in a step(?:.*resumed after epoch (\d+))?"
+STARTED = r" \| epochs (\d+) to "
 
 
 def wait_for_epochs(lab, job, restarts=0):
     """Wait until the job has logged epochs since it was requeued so often."""
     def logged():
-        starts = lab.output(job).split("samples in a step")[1:]
+        starts = lab.output(job).split(" | epochs ")[1:]
         return len(starts) == restarts + 1 and "\nepoch " in starts[restarts]
 
     lab.wait_for(job, f"training after {restarts} restarts", logged)
@@ -394,7 +394,7 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
     output = lab.output(job)
     number = lab.restarts(job)
     assert number == restarts, f"job {job} was requeued {number} times, not {restarts}:\n{output}"
-    begins = [int(epoch or 0) for epoch in re.findall(STARTED, output)]
+    begins = [int(epoch) for epoch in re.findall(STARTED, output)]
     assert begins == sorted(set(begins)), f"job {job} trained from the epochs {begins}:\n{output}"
     checkpoint = checkpoint or f"{lab.show(job, 'JobName')}-{lab.show(job, 'JobId')}.pt"
     change = difference(lab.folder / checkpoint, lab.long_run)
