@@ -329,6 +329,7 @@ def form_group(args):
 
 
 def main():
+    """Train in this process if a launcher has started it. Otherwise, start one process per GPU."""
     args = parse_args()
     *_, world_size = setup_environment()
     nproc = args.nproc or max(1, torch.cuda.device_count())
@@ -363,6 +364,7 @@ def spawn(nproc, args):
 
 
 def run_worker(rank, parent, args):
+    """Train as one of the processes of spawn()."""
     if os.getppid() != parent:  # it was killed before PyTorch asked for a signal at its death
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn takes KeyboardInterrupt for success
@@ -396,8 +398,8 @@ def pick_device(local_rank):
     """Return this process's GPU, or the CPU if there is no GPU."""
     gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
     if gpus and not torch.cuda.is_available():
-        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
-                 "CUDA_VISIBLE_DEVICES= uses the CPU")
+        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs: is the driver too old? "
+                 "To use the CPU, set CUDA_VISIBLE_DEVICES=")
     # srun may show a process only its own GPU. NCCL refuses two processes on one GPU
     return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
@@ -409,8 +411,8 @@ def configure(device):
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
-        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep freed memory for the next step
+        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: also blocks of up to 32 MB
 
 
 def cores_per_process():
@@ -455,11 +457,12 @@ def seed_step(seed, device):
 
 
 def choose_global_batch(args, checkpoint, samples, world_size):
-    """Return the samples of a step. A run keeps those of its first start on any world size."""
+    """Return the global batch size. A resumed run keeps it on any number of processes."""
     default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
     global_batch = min(args.global_batch or default, samples)
     if global_batch < world_size:
-        sys.exit(f"error: more processes than samples in a step ({global_batch}): start fewer")
+        sys.exit(f"error: {world_size} processes, but {global_batch} samples in a step: start "
+                 "fewer processes, or use more samples")
     return global_batch
 
 
@@ -515,9 +518,10 @@ def check_weights(saved):
     for name, norm in norms.items():
         if not all(math.isclose(norm, others.get(name, norm), rel_tol=1e-5, abs_tol=least)
                    for others in of_ranks):
-            sys.exit(f"error: {name} differs between the processes. In train(), call ddp_model(), "
-                     "not model(); in the loss, call model(...), no method of it. Each model needs "
-                     "a DDP, requires_grad is set in build_model, all ranks update an average")
+            sys.exit(f"error: {name} differs between the processes. Possible causes: train() calls "
+                     "model, not ddp_model; the loss calls a method of the model, not model(...); "
+                     "a model has no DDP; requires_grad is set after build_model; an average is "
+                     "updated on rank 0 alone")
 
 
 def digest(labels):
@@ -591,7 +595,7 @@ def restore(checkpoint, settings, saved):
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # OSError: a closed pipe, as of "| head". ValueError: an encoding. RuntimeError: a signal
+        # OSError: the pipe is closed (| head). ValueError: an encoding. RuntimeError: a signal
         # handler prints during a print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)

@@ -169,8 +169,8 @@ def configure(device):
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory to the system
-        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: blocks up to 32 MB
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep freed memory for the next step
+        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: also blocks of up to 32 MB
 
 
 def fake_images(count, shape, seed):

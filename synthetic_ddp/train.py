@@ -349,7 +349,7 @@ def close_group():
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # OSError: a closed pipe, as of "| head". ValueError: an encoding. RuntimeError: a signal
+        # OSError: the pipe is closed (| head). ValueError: an encoding. RuntimeError: a signal
         # handler prints during a print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
