@@ -4,8 +4,7 @@ r"""Train an image classifier on CIFAR-10 or your own images with DistributedDat
     python train.py                          # one process, on a GPU or the CPU
     torchrun --standalone --nproc-per-node=4 train.py     # one process per GPU of this machine
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 \
-        python train.py
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c8 --kill-on-bad-exit=1 python train.py
     torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --model resnet50 \
         --pretrained --lr 0.02 --checkpoint run.pt
 
@@ -253,7 +252,8 @@ def train(args):
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved)
     del checkpoint  # free the memory of its copy of the weights
-    # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients
+    # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients of
+    # all processes. ddp_model calls the same model
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "

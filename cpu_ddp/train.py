@@ -103,7 +103,8 @@ def train(args):
         sys.exit(f"error: a step takes {global_batch} of {len(x)} samples, for {world_size} "
                  "processes: start fewer, or use a smaller --batch-size")
     used = len(x) // global_batch * global_batch  # an epoch leaves out the others, at random
-    # DDP: from here on, backward() averages the gradients of all processes
+    # DDP: ddp_model calls the same model. From here on, backward() averages the gradients of all
+    # processes
     ddp_model = DDP(model) if world_size > 1 else model
     log(f"world size {world_size} | torch {torch.__version__} | global batch {global_batch} "
         f"({world_size} x {global_batch / world_size:g}) of {len(x)} samples | "

@@ -5,7 +5,7 @@
     python train.py --nproc 2                # in two processes
     torchrun --standalone --nproc-per-node=4 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c8 --kill-on-bad-exit=1 python train.py
 
 (Type the fourth command on each of the two machines.) Each process runs this whole file. All begin
 with the same weights, and each computes the gradients of its share of every batch. backward()
@@ -200,7 +200,8 @@ def train(args):
     saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
     step = restore(checkpoint, settings, saved)
     del checkpoint  # free the memory of its copy of the weights
-    # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients
+    # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients of
+    # all processes. ddp_model calls the same model
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "

@@ -4,20 +4,21 @@
     python train.py                                       # one process, on a GPU or the CPU
     torchrun --standalone --nproc-per-node=4 train.py     # four GPUs of this machine, or CPU cores
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 -K1 python train.py
+    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c8 --kill-on-bad-exit=1 python train.py
 
 Type the third command on each of the two machines. Each process runs this whole file. All begin
 with the same weights, and each computes the gradient of its share of every batch. backward()
 averages the gradients of all processes, so all make the same step, and their weights stay equal.
 The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
 
-All processes must make the same calls of ddp_model(...), backward() and dist.all_reduce(...): below
-"if rank == 0", such a call would wait for the others for ever.
+All processes must make the same calls of ddp_model(...), backward(), evaluate(), sum_over_ranks()
+and check_model(): below "if rank == 0", such a call would wait for the others for ever.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, and FILE.best has
-the weights with the best test loss. SIGTERM or Ctrl-C stop all processes at the end of the epoch.
-They save, and exit with status 1, for slurm/synthetic.sbatch to requeue the job. If an epoch takes
-more than 20 s, copy cifar10_ddp/train.py, which stops after any step.
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. FILE.best has the
+weights with the lowest test loss: for a result to publish, test them on a third set. SIGTERM or
+Ctrl-C stop all processes at the end of the epoch. They save, and exit with status 1, for
+slurm/synthetic.sbatch to requeue the job. Slurm, Kubernetes and torchrun kill a process 30 to 120 s
+after SIGTERM: to lose no part of a longer epoch, copy cifar10_ddp, which stops after any step.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple
 nodes with Pytorch DDP".
@@ -83,8 +84,8 @@ def build_model(args):
 def build_optimizer(args, model):
     """Return the optimizer, and its scheduler, which makes a step after each epoch.
 
-    With N processes, a step has N times as many samples, and an epoch N times fewer steps. With
-    SGD, it is usual to multiply the learning rate by N; with Adam, by less.
+    --lr is used as it is. With N processes, a step has N times as many samples, and an epoch has N
+    times fewer steps, so a higher --lr is usual: up to N times with SGD, less with Adam.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
@@ -126,12 +127,13 @@ def train(args):
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)
     if global_batch % world_size or global_batch > len(train_set):
         sys.exit(f"error: a step takes {global_batch} of {len(train_set)} samples, in equal shares "
-                 f"for {world_size} processes: start fewer, or use a smaller --batch-size")
-    # DDP: rank 1 of 4 takes the samples 1, 5, 9, ... of an epoch's order, which is that of seed +
-    # epoch: times 1000, so that other values of --seed have other orders
+                 f"for {world_size} processes: start fewer, or use a smaller --batch-size (in a "
+                 "new run: a resumed run keeps its steps)")
+    # DDP: rank 1 of 4 takes the samples 1, 5, 9, ... of an epoch's order. seed + epoch seeds the
+    # order: with 1000, runs with other values of --seed have other orders
     sampler = DistributedSampler(train_set, world_size, rank, seed=1000 * args.seed, drop_last=True)
     loader = build_loader(args, train_set, device, global_batch // world_size, sampler=sampler,
-                          drop_last=True)  # an epoch leaves out what fills no step, at random
+                          drop_last=True)  # each epoch leaves out some samples, different ones
     # DDP: each test sample once. DistributedSampler would repeat some, to make shares equal
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = build_loader(args, test_share, device, args.batch_size)
@@ -149,7 +151,8 @@ def train(args):
             item.load_state_dict(checkpoint[name])
     epochs_done = checkpoint.get("epochs_done", 0)
     best_loss = checkpoint.get("best_loss", math.inf)
-    # DDP: from here on, backward() averages the gradients of all processes
+    # DDP: ddp_model calls the same model. From here on, backward() averages the gradients of all
+    # processes. (device_ids is not needed for a model on one GPU)
     ddp_model = DDP(model) if world_size > 1 else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type} | torch {torch.__version__} | "
@@ -179,7 +182,7 @@ def train(args):
             samples += len(batch[0])
         results = results_of(*sum_over_ranks(loss_sum, counts, samples))
         seconds = time.perf_counter() - start
-        with autocast:
+        with autocast:  # model, not ddp_model: nothing is averaged, and shares may be unequal
             test_results = evaluate(args, model, test_loader, device)
         scheduler.step()
         log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  test {show(test_results)}  "

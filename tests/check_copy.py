@@ -38,6 +38,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -336,8 +337,11 @@ class Files:
         self.folder = folder
         cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
         caches = [os.environ.get(name, cache) for name in ("TORCH_HOME", "HF_HOME")]
-        self.free = [folder, "/dev", *{os.path.realpath(cache) for cache in [cache, *caches]}]
+        caches = {os.path.realpath(cache) for cache in [cache, *caches]}
+        self.free = [folder, "/dev", *(cache for cache in caches
+                                       if not is_beneath(os.getcwd(), cache))]
         self.begin_of_download = None
+        self.thread = threading.local()
         sys.addaudithook(self.see)
         for module in (torch, torch.jit):  # in C++: no audit event
             module.save = functools.partial(self.save, module.save)
@@ -367,10 +371,21 @@ class Files:
         """
         if not isinstance(path, (str, bytes, os.PathLike)):
             return  # the number of an open file
+        if getattr(self.thread, "changes_links", False):
+            return
         path = os.path.abspath(os.fsdecode(path))
         if not is_beneath(path, self.folder):
             self.check(os.path.realpath(path))
             return
+        self.thread.changes_links = True
+        try:
+            with open(f"{self.folder}/lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another rank may do the same
+                self.replace_links(path, content, keep)
+        finally:
+            self.thread.changes_links = False
+
+    def replace_links(self, path, content, keep):
         place = self.folder
         parts = pathlib.Path(path).relative_to(self.folder).parts
         for number, part in enumerate(parts, 1):
@@ -383,19 +398,17 @@ class Files:
                     self.replace(place, target, keep or number < len(parts))
 
     def replace(self, link, target, keep):
-        new = tempfile.mktemp(dir=self.folder)
         if os.path.isdir(target):
-            os.mkdir(new)
+            os.unlink(link)
+            os.mkdir(link)
             for entry in os.scandir(target):
-                os.symlink(entry.path, f"{new}/{entry.name}")
+                os.symlink(entry.path, f"{link}/{entry.name}")
         elif os.path.exists(target) and keep:
+            new = tempfile.mktemp(dir=self.folder)
             shutil.copyfile(target, new)
-        with open(f"{self.folder}/lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another rank may do the same
-            if os.path.islink(link):
-                os.unlink(link)
-                if os.path.exists(new):
-                    os.rename(new, link)
+            os.replace(new, link)  # at once: another rank may read it
+        else:
+            os.unlink(link)
 
     def check(self, path):
         """Raise an error unless path may be written."""
@@ -832,7 +845,7 @@ def check_ranks(first, second):
 def check_loss(seen):
     """Return whether the loss is a mean over the samples, whose losses do not depend on others."""
     promise = "the loss is a mean over the samples, and the counts are sums"
-    found = seen["loss"][0]["loss"] if "loss" in seen else None
+    found = seen["loss"][0].get("loss") if "loss" in seen else None
     if not found:
         skip(promise, "the loss is not called for 16 samples, or does not take any number of them")
         return True
@@ -941,10 +954,10 @@ def check_two_processes(seen, problems, is_mean):
     if only_transformed:
         skip(promise, "random transforms or padding differ")
         return
-    names = "one", "two"
+    names = ("one", "two")
     if {*parts} != {part for parts_of_rank in of_ranks for part in parts_of_rank}:
         names = "one in eval()", "two in eval()"  # dropout and BatchNorm differ
-        if "loss" in seen and (seen["loss"][0]["loss"] or {}).get("draws False"):
+        if (seen.get("loss", [{}])[0].get("loss") or {}).get("draws False"):
             skip(promise, "the loss draws random numbers in eval()")
             return
     norms, others = ({}, {})

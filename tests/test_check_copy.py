@@ -140,7 +140,7 @@ STOPS = "SIGTERM stops a run, which saves"
 RESUMES = "a stopped and resumed run ends with the same numbers"
 
 # The script's own comparison of the ranks' weights comes first
-NO_GUARD = ('instead of "check_weights(saved)"', "pass")
+NO_GUARD = ('instead of "                check_weights(saved)"', "pass")
 RESULTS = 'instead of "return results_of(*sum_over_ranks("'
 TEST = 'instead of "test = evaluate("'
 STEP = 'after "            optimizer.step()"'
@@ -367,7 +367,7 @@ def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
     assert status == 1, f"a barrier of rank 0 alone: status {status}\n{text}"
     assert re.search(r"rank 0 waits in\n +line \d+, train\(\): dist.barrier\(\)\n", text), (
         f"a barrier of rank 0 alone is not named:\n{text}")
-    assert re.search(r"rank 1 waits in\n.*loss_and_counts", text), (
+    assert re.search(r"rank 1 waits in\n +line \d+, ", text), (
         f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
 
 
@@ -401,8 +401,7 @@ def test_a_file_that_is_no_copy_of_this_version_is_refused(text, reason):
 
 
 @pytest.mark.parametrize("name, new, missing", [
-    ("evaluate(", "validate(", TESTS), ("loss_and_counts(", "losses(", MEAN),
-    ("restore(", "resume(", RESUMES)])
+    ("evaluate(", "validate(", TESTS), ("loss_and_counts(", "losses(", MEAN)])
 def test_a_renamed_function_is_not_checked_and_the_rest_is(name, new, missing):
     make_copy("fashionmnist_ddp", "my.py", above(SMALL))
     with open("my.py") as file:
