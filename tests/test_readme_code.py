@@ -196,7 +196,7 @@ def test_a_command_prints_what_its_page_shows(script, command):
         if "images/s  wait" not in line:  # whose step depends on the speed
             expected = [float(value.split()[1]) for value in re.findall(result, line)]
             assert [float(value) for value in found.groups()] == pytest.approx(
-                expected, rel=0.1, abs=0.02), f"the page shows\n{line}\nbut {command} prints\n{text}"
+                expected, rel=0.1, abs=0.02), f"the page shows\n{line}\nand {command}\n{text}"
 
 
 # ---- fashionmnist_ddp/make-it-yours.md ----
