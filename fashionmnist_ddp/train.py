@@ -76,7 +76,7 @@ def parse_args(flags=None):
 # stop. Use 1 if a step may take seconds.
 CHECK_EVERY = 8
 
-# Flags that may differ when a run is resumed. (Other --epochs also change learning_rate().)
+# Flags that may differ when a run is resumed. (With other --epochs, the learning rates change.)
 MAY_CHANGE = ("epochs", "batch_size", "bf16", "nproc", "data_dir", "checkpoint", "save_every",
               "log_every", "timeout")
 
@@ -192,7 +192,7 @@ def train(args):
 
     torch.manual_seed(args.seed)  # so that the first weights do not depend on load_data
     model = build_model(args).to(device, memory_format=torch.channels_last)
-    if not model.training:  # from_pretrained() returns models in evaluation mode
+    if not model.training:  # from_pretrained() of Hugging Face returns it in evaluation mode
         model.train()
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
