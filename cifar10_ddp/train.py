@@ -22,8 +22,9 @@ processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the sam
 and exit with status 1; slurm/cifar10.sbatch requeues the job.
 
 To train something else, edit the functions above train(). You need not read the last part, which
-starts, connects, saves and stops the processes. tests/check_copy.py checks that your copy gives the
-same results on one process, on two, and after a stop and a resume.
+starts, connects, saves and stops the processes. In the repository of this file,
+tests/check_copy.py checks that your copy gives the same results on one process, on two, and after a
+stop and a resume.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
@@ -96,7 +97,7 @@ def parse_args(flags=None):
     return args
 
 
-# Flags that may differ when a run is resumed. (Other --epochs also change learning_rate().)
+# Flags that may differ when a run is resumed. (With other --epochs, the learning rates change.)
 MAY_CHANGE = ("epochs", "batch_size", "bf16", "workers", "data_dir", "checkpoint", "save_every",
               "log_every", "timeout")
 
@@ -180,7 +181,7 @@ def transforms(args, train_set):
         steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
     else:
         steps = [shift_and_flip if train_set else v2.ToImage()]
-        if size != 32 or not train_set:  # CIFAR-10 has 32; a photograph, to use the weights, not
+        if size != 32 or not train_set:  # for other images than CIFAR-10's, which have 32 pixels
             steps.append(v2.Resize(size))
     return v2.Compose(steps)
 
@@ -241,7 +242,7 @@ def train(args):
 
     torch.manual_seed(args.seed)  # so that the first weights do not depend on load_data
     model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
-    if not model.training:  # from_pretrained() returns models in evaluation mode
+    if not model.training:  # from_pretrained() of Hugging Face returns it in evaluation mode
         model.train()
     if args.pretrained:  # also if resumed: an average of the weights begins with them
         load_pretrained(args, model)

@@ -20,8 +20,9 @@ processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the sam
 and exit with status 1; slurm/fashionmnist.sbatch requeues the job.
 
 To train something else, edit the functions above train(). You need not read the last part, which
-starts, connects, saves and stops the processes. tests/check_copy.py checks that your copy gives the
-same results on one process, on two, and after a stop and a resume.
+starts, connects, saves and stops the processes. In the repository of this file,
+tests/check_copy.py checks that your copy gives the same results on one process, on two, and after a
+stop and a resume.
 
 Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 """
@@ -76,7 +77,7 @@ def parse_args(flags=None):
 # stop. Use 1 if a step may take seconds.
 CHECK_EVERY = 8
 
-# Flags that may differ when a run is resumed. (Other --epochs also change learning_rate().)
+# Flags that may differ when a run is resumed. (With other --epochs, the learning rates change.)
 MAY_CHANGE = ("epochs", "batch_size", "bf16", "nproc", "data_dir", "checkpoint", "save_every",
               "log_every", "timeout")
 
@@ -192,7 +193,7 @@ def train(args):
 
     torch.manual_seed(args.seed)  # so that the first weights do not depend on load_data
     model = build_model(args).to(device, memory_format=torch.channels_last)
-    if not model.training:  # from_pretrained() returns models in evaluation mode
+    if not model.training:  # from_pretrained() of Hugging Face returns it in evaluation mode
         model.train()
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]

@@ -17,7 +17,7 @@ from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
 from forked import train_to_end, watch
 from image_folder import TINY, write_images
-from launchers import clean_environment
+from launchers import Job, clean_environment
 from recorder import FewPixels, change_sets, record_small_model, use_small_model
 from scripts import ROOT, SCRIPTS, load_script
 from test_check_copy import FLAGS as CHECK_FLAGS, check
@@ -158,6 +158,45 @@ def classes_found(line="", replacement=""):
 def assert_check_passes(*flags):
     status, text = check("my.py", *map(str, flags))
     assert status == 0, f"a copy with code of the pages: status {status} of its check:\n{text}"
+
+
+# ---- What the pages print ----
+@pytest.mark.parametrize("script, command", [
+    ("cpu_ddp", "torchrun --standalone --nproc-per-node=2 cpu_ddp/train.py"),
+    ("mnist_dp", "python mnist_dp/train.py --fake-data --epochs 2"),
+    ("cifar10_ddp", "torchrun --standalone --nproc-per-node=2 cifar10_ddp/train.py "
+                    "--fake-data --batch-size 16 --epochs 2"),
+    ("synthetic_ddp", "torchrun --standalone --nproc-per-node=2 synthetic_ddp/train.py")])
+def test_a_command_prints_what_its_page_shows(script, command):
+    """But for speeds, and for losses and accuracies on CPUs that round otherwise."""
+    page = (ROOT / script / "README.md").read_text()
+    assert command in re.sub(r" \\\n +", " ", page), f"the page of {script} has no {command}"
+    env = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    with Job(["bash", "-c", command], env, ROOT) as job:
+        status, text = job.result(timeout=900)
+    assert status == 0, f"{command} ends with status {status}:\n{text}"
+    shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    number = r"[\d.,:]+"
+    of_a_machine = (r"epoch \S+  step \S+|(?:threads|torch|wait) \S+|"
+                    rf"{number} (?:\w+/s|s|left)\b")
+    result = rf"(?:loss|accuracy) {number}"
+    for line in shown.splitlines():
+        pattern = ""
+        for part in re.split(rf"({result}|{of_a_machine}|\.\.\.)", line):
+            if part == "...":
+                pattern += ".*"
+            elif re.fullmatch(result, part):
+                pattern += f"{part.split()[0]} ({number})"
+            elif re.fullmatch(of_a_machine, part):
+                pattern += re.sub(number, lambda _: r"\S+", part)
+            else:
+                pattern += re.escape(part)
+        found = re.search(f"^{pattern}$", text, re.MULTILINE)
+        assert found, f"{command} prints no line as the page's\n{line}\nbut\n{text}"
+        if "images/s  wait" not in line:  # whose step depends on the speed
+            expected = [float(value.split()[1]) for value in re.findall(result, line)]
+            assert [float(value) for value in found.groups()] == pytest.approx(
+                expected, rel=0.1, abs=0.02), f"the page shows\n{line}\nand {command}\n{text}"
 
 
 # ---- fashionmnist_ddp/make-it-yours.md ----
