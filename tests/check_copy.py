@@ -73,12 +73,14 @@ def process(path, here, folder, rank, wait, jobs, flags, ports):
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(1, 2)
         os.environ["MASTER_PORT"] = str(ports[number])
-        mirror = f"{folder}/{job.checkpoint}"  # of the whole tree of folders: ../data, too
+        mirror = f"{folder}/{job.checkpoint}"
+        script = mirror + path if os.path.exists(mirror + path) else path
         try:
             os.chdir(mirror + here)
-            files.own(mirror + path)  # a file beside __file__ is one of the temporary folder, too
-            sys.path[:] = [os.path.dirname(mirror + path), *places]
-            module = load(mirror + path)  # anew: no job finds the globals of the one before
+            if script != path:
+                files.own(script)  # then a file beside __file__ is in the temporary folder, too
+            sys.path[:] = [os.path.dirname(script), *places]
+            module = load(script)  # anew: no job finds the globals of the one before
             if job.name == "one":
                 files.download(module, here)
                 for other in jobs:
@@ -314,16 +316,14 @@ OF_PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
 
 
 def make_links(mirror, here):
-    """Make folders of links, so that mirror + path leads to the file at path."""
-    inner = None
-    for place in (here, *map(str, pathlib.Path(here).parents)):
-        os.makedirs(mirror + place, exist_ok=True)
+    """Make a folder mirror + here, and the one above it, of links to the files of here."""
+    os.makedirs(mirror + here, exist_ok=True)
+    for place in (here, os.path.dirname(here)):
         with contextlib.suppress(PermissionError):
             for entry in os.scandir(place):
                 link = os.path.join(mirror + place, entry.name)
-                if entry.path != inner and not os.path.lexists(link):
+                if not os.path.lexists(link):  # as the folder of here is, in the one above it
                     os.symlink(entry.path, link)
-        inner = place
 
 
 def is_beneath(path, folder):
@@ -979,10 +979,10 @@ def check_two_processes(seen, problems, is_mean):
         skip(promise, "the loss is no mean over the samples")
         return
     check(promise, not different, f"these differ: {some(different)}. Call ddp_model(...) in "
-          "train(), and in the loss model(...), no method of it; multiply each loss by len(indices) "
-          "* world_size / global_batch before backward(); use random numbers of torch in the loss "
-          "and in build_model, not of numpy or random; keep no state in globals; clip the "
-          "gradients after the last part")
+          "train(), and in the loss model(...), no method of it; multiply each loss by "
+          "len(indices) * world_size / global_batch before backward(); use random numbers of "
+          "torch in the loss and in build_model, not of numpy or random; keep no state in globals; "
+          "clip the gradients after the last part")
 
 
 def check_resume(seen, problems, has_saved):
