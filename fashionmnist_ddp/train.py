@@ -20,8 +20,9 @@ processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the sam
 and exit with status 1; slurm/fashionmnist.sbatch requeues the job.
 
 To train something else, edit the functions above train(). You need not read the last part, which
-starts, connects, saves and stops the processes. tests/check_copy.py checks that your copy gives the
-same results on one process, on two, and after a stop and a resume.
+starts, connects, saves and stops the processes. In the repository of this file,
+tests/check_copy.py checks that your copy gives the same results on one process, on two, and after a
+stop and a resume.
 
 Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 """
