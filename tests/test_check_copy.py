@@ -272,14 +272,6 @@ def load_data(args):
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     return named((images[mine], labels[mine]), samples(1))
 """)),
-        "two splits of one set": (LEAK, above(DRAWN + """
-def load_data(args):
-    (whole,) = named(samples(0, 2000))
-    (train_set, _), (_, test_set) = (torch.utils.data.random_split(whole, [0.8, 0.2])
-                                     for _ in range(2))
-    train_set.classes = test_set.classes = whole.classes
-    return train_set, test_set
-""")),
         "a part of the training set as test set": (LEAK, above(DRAWN + """
 def load_data(args):
     images, labels = samples(0, 6000)
@@ -487,16 +479,16 @@ def test_a_copy_that_writes_passes_and_no_file_of_the_user_changes(files_of_the_
     assert status == 0, f"a copy that writes files beside it: {status}\n{text}"
 
 
-@pytest.mark.parametrize("write", [
-    "torch.save(model.state_dict(), f'{HERE}/best.pt')",
-    "os.remove(f'{HERE}/best.pt')",
-    "subprocess.run(['cp', 'my.py', f'{HERE}/best.pt'], check=True)",
+@pytest.mark.parametrize("write, how", [
+    ("torch.save(model.state_dict(), f'{HERE}/best.pt')", command),
+    ("os.remove(f'{HERE}/best.pt')", check),
+    ("subprocess.run(['cp', 'my.py', f'{HERE}/best.pt'], check=True)", check),
 ])
-def test_an_absolute_path_is_named_and_not_changed(write, files_of_the_user):
+def test_an_absolute_path_is_named_and_not_changed(write, how, files_of_the_user):
     make_copy("fashionmnist_ddp", "my.py", above(SMALL),
               above(f"import subprocess\nHERE = {os.getcwd()!r}"), in_loss(write))
     before = files_of_the_user()
-    status, text = command("my.py", "--fake-data")
+    status, text = how("my.py", "--fake-data")
     assert files_of_the_user() == before, f"{write} changes the user's files:\n{text}"
     assert status == 2 and f"{os.getcwd()}/best.pt" in text, (
         f"{write} is not said to be forbidden: {status}\n{text}")
@@ -509,15 +501,14 @@ def test_an_error_beside_loader_processes_is_printed_at_once():
         f"an error in the loss of a copy with loader processes: {status}\n{text}")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stopped_check_leaves_nothing(signum, tmp_path):
+def test_a_stopped_check_leaves_nothing(tmp_path):
     make_copy("cifar10_ddp", "my.py", above(SMALL),
               in_loss("open('started', 'w').close()\ntime.sleep(300)"))
     process = start_command("my.py", "--fake-data", TMPDIR=str(tmp_path))
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("*/one/**/started")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGHUP)
     text = process.communicate(timeout=60)[0]
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert process.returncode == 2 and "interrupted" in text, f"{process.returncode}:\n{text}"
