@@ -980,9 +980,9 @@ def check_two_processes(seen, problems, is_mean):
         return
     check(promise, not different, f"these differ: {some(different)}. Call ddp_model(...) in "
           "train(), and in the loss model(...), no method of it; multiply each loss by "
-          "len(indices) * world_size / global_batch before backward(); use random numbers of torch, "
-          "in build_model, too, not of numpy or random; keep no state in globals; clip the gradients "
-          "after the last part")
+          "len(indices) * world_size / global_batch before backward(); use random numbers of "
+          "torch, in build_model, too, not of numpy or random; keep no state in globals; clip the "
+          "gradients after the last part")
 
 
 def check_resume(seen, problems, has_saved):
