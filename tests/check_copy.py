@@ -979,9 +979,9 @@ def check_two_processes(seen, problems, is_mean):
         skip(promise, "the loss is no mean over the samples")
         return
     check(promise, not different, f"these differ: {some(different)}. Call ddp_model(...) in "
-          "train(), and in the loss model(...), no method of it; multiply each loss by "
-          "len(indices) * world_size / global_batch before backward(); use random numbers of "
-          "torch, in build_model, too, not of numpy or random; keep no state in globals; clip the "
+          "train(), and in the loss model(...), no method of it; multiply each loss by len(indices) "
+          "* world_size / global_batch before backward(); use random numbers of torch in the loss "
+          "and in build_model, not of numpy or random; keep no state in globals; clip the "
           "gradients after the last part")
 
 
