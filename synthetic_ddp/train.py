@@ -109,9 +109,9 @@ def build_loader(args, data, device, batch_size, **options):
     """Return a DataLoader. Its processes start anew, and newly seeded, in each epoch."""
     # With "spawn" or "forkserver", they would import PyTorch first
     context = "fork" if args.workers and sys.platform == "linux" else None
-    return DataLoader(data, batch_size, num_workers=args.workers, multiprocessing_context=context,
-                      worker_init_fn=ignore_signals, timeout=args.timeout if args.workers else 0,
-                      pin_memory=device.type == "cuda", **options)
+    return Loader(data, batch_size, num_workers=args.workers, multiprocessing_context=context,
+                  timeout=args.timeout if args.workers else 0, pin_memory=device.type == "cuda",
+                  **options)
 
 
 # ---- Training ----
@@ -289,10 +289,18 @@ def setup_environment():
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
-def ignore_signals(worker):
-    """Slurm and Ctrl-C signal all processes, but training needs images until it has saved."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+class Loader(DataLoader):
+    """A DataLoader whose processes ignore signals, which Slurm and Ctrl-C send to all processes.
+
+    Training needs their samples until the end of the epoch.
+    """
+
+    def __iter__(self):
+        signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also in processes that start now
+        iterator = super().__iter__()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        return iterator
 
 
 def collect_signals():

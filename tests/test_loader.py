@@ -14,6 +14,7 @@ from forked import at_step, signal_after, train_forked, train_to_end, watch
 from image_folder import TINY, write_images
 from launchers import start, wait_until_gone
 from recorder import use_small_model
+from torch.utils.data._utils import signal_handling
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +174,18 @@ def test_a_sample_that_cannot_be_read_ends_synthetic_ddp(launcher, nproc, number
         wait_until_gone(job, "a sample that cannot be read")
     assert result.status != 0 and "damaged on purpose" in result.text, (
         f"a sample cannot be read: status {result.status}\n{result.text}")
+
+
+def test_loader_processes_of_synthetic_ddp_ignore_signals_from_their_start():
+    """They start in each epoch: a signal often comes when PyTorch has just made it end them."""
+    def setup(module, rank):
+        set_handlers = signal_handling._set_worker_signal_handlers
+
+        def set_handlers_and_signal():
+            set_handlers()
+            for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(os.getpid(), signum)
+
+        signal_handling._set_worker_signal_handlers = set_handlers_and_signal
+
+    train_to_end("synthetic_ddp", "--samples", 64, "--epochs", 2, "--workers", 1, setup=setup)

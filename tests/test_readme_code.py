@@ -74,6 +74,7 @@ BLOCKS = {
         ("average", 'after "optimizer.step()"'),
         ("weighted sampling", 'instead of "order = torch.randperm("'),
     ],
+    "synthetic_ddp/README.md": [("predict", None), ("own data", None)],  # in test_synthetic_page.py
 }
 # Blocks of make-it-yours.md that are not in the copy of all others
 ELSEWHERE = {"own tensors", "table", "validation set", "use the weights of tensors",
