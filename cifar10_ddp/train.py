@@ -429,10 +429,10 @@ def build_loader(args, data, transform, device, **batches):
     # With other start methods, loader processes import PyTorch first, and a signal then ends them.
     # Python 3.14's forkserver also keeps them alive at the end
     context = "fork" if workers and sys.platform == "linux" else None
-    return DataLoader(SeededData(data, transform), num_workers=workers,
-                      persistent_workers=workers > 0, pin_memory=device.type == "cuda",
-                      worker_init_fn=ignore_signals, timeout=args.timeout if workers else 0,
-                      multiprocessing_context=context, **batches)
+    return Loader(SeededData(data, transform), num_workers=workers,
+                  persistent_workers=workers > 0, pin_memory=device.type == "cuda",
+                  timeout=args.timeout if workers else 0, multiprocessing_context=context,
+                  **batches)
 
 
 # ---- The last part starts, connects, saves and stops the processes. You need not read it. ----
@@ -471,10 +471,19 @@ def form_group(args):
     return args, rank, world_size, device, checkpoint
 
 
-def ignore_signals(worker):
-    """Slurm and Ctrl-C signal all processes, but training needs images until it has saved."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+class Loader(DataLoader):
+    """A DataLoader whose processes ignore signals, which Slurm and Ctrl-C send to all processes.
+
+    Training needs their samples until it has saved.
+    """
+
+    def __iter__(self):
+        time.sleep(0.1)  # a process that starts while a thread of gloo works may hang in Python
+        signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also in processes that start now
+        iterator = super().__iter__()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        return iterator
 
 
 def setup_environment():

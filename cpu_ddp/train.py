@@ -12,7 +12,7 @@ averages the gradients of all processes, so all make the same step, and their we
 The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
 
 All processes must make the same calls of ddp_model(...), backward() and dist.all_reduce(...): below
-"if rank == 0", such a call would wait for the others for ever.
+"if rank == 0", such a call would wait for the others until --timeout.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch. They save, and exit with

@@ -12,7 +12,7 @@ averages the gradients of all processes, so all make the same step, and their we
 The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
 
 All processes must make the same calls of ddp_model(...), backward(), evaluate(), sum_over_ranks()
-and check_model(): below "if rank == 0", such a call would wait for the others for ever.
+and check_model(): below "if rank == 0", such a call would wait for the others until --timeout.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed. FILE.best has the
 weights with the lowest test loss: for a result to publish, test them on a third set. SIGTERM or
@@ -292,10 +292,11 @@ def setup_environment():
 class Loader(DataLoader):
     """A DataLoader whose processes ignore signals, which Slurm and Ctrl-C send to all processes.
 
-    Training needs their samples until the end of the epoch.
+    Training needs their samples until it has saved.
     """
 
     def __iter__(self):
+        time.sleep(0.1)  # a process that starts while a thread of gloo works may hang in Python
         signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also in processes that start now
         iterator = super().__iter__()

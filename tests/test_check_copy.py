@@ -839,9 +839,9 @@ RIGHT = {
         "cifar10_ddp", above(SMALL + PAIRS), ('before "return self.transform(*self.data["', """
         numpy.random.seed(hash(key) % 2**32)""")),
     "detection, with lists, dictionaries and a file": (
-        "cifar10_ddp", above(SCENES), *LISTS, ('instead of "return DataLoader(SeededData("', """
-        return DataLoader(SeededData(data, transform), num_workers=args.workers, **batches,
-                          collate_fn=collate, worker_init_fn=ignore_signals)""")),
+        "cifar10_ddp", above(SCENES), *LISTS, ('instead of "return Loader(SeededData("', """
+        return Loader(SeededData(data, transform), num_workers=args.workers, **batches,
+                      collate_fn=collate)""")),
     "a transformer with two heads and a rate of 2e-5": ("fashionmnist_ddp", NO_DOWNLOAD,
                                                         above(BERT)),
     "a GAN, both of whose models are exchanged": (
