@@ -67,7 +67,9 @@ def empty_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", PROMISES)
 def test_a_script_as_it_is_passes(script):
     make_copy(script, "my.py")
-    status, text = check("my.py", *FLAGS.get(script, []))
+    # In forked processes, loader processes that start a second time hang (not by the command)
+    run = command if script == "synthetic_ddp" else check
+    status, text = run("my.py", *FLAGS.get(script, []))
     assert status == 0, f"{script} as it is does not pass its check:\n{text}"
     promises = len(re.findall("^ok ", text, re.MULTILINE))
     assert promises == PROMISES[script], (
