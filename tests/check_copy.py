@@ -891,8 +891,8 @@ def check_evaluation(seen, is_mean):
     for name in ("one", "two"):
         tested = sum(rank["tested"][-1] for rank in seen.get(name, []) if rank["tested"])
         if tests and tested not in (0, tests):
-            note(f"{tested} samples are tested on {name} process{'es' * (name == 'two')}, where "
-                 f"the test set has {tests}")
+            processes = "one process" if name == "one" else "two processes"
+            note(f"{tested} samples are tested on {processes}, where the test set has {tests}")
     changes = ". It changes the model" if one["changes"] else ""
     if changes or "again" in results:
         again = results.get("again", results["one"])
