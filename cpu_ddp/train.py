@@ -15,8 +15,8 @@ All processes must make the same calls of ddp_model(...), backward() and dist.al
 "if rank == 0", such a call would wait for the others until --timeout.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch. They save, and exit with
-status 1, for slurm/cpu.sbatch to requeue the job.
+processes: the global batch (the samples of a step) stays. SIGTERM or Ctrl-C stop all processes at
+the end of the epoch. They save, and exit with status 1, for slurm/cpu.sbatch to requeue the job.
 
 The example is a linear model on CPUs. To train your own model on GPUs, copy synthetic_ddp/train.py:
 it has the same parts, with a DataLoader and a test set.
@@ -48,7 +48,8 @@ def parse_args(flags=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+    parser.add_argument("--batch-size", type=int, default=32,
+                        help="samples per process and step; a resume keeps the global batch")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")

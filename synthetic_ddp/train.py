@@ -14,9 +14,10 @@ The lines that do this are marked with "DDP:". The number of a process, from 0, 
 All processes must make the same calls of ddp_model(...), backward(), evaluate(), results_of() and
 check_model(): below "if rank == 0", such a call would wait for the others until --timeout.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. FILE.best has the
-weights with the lowest test loss: for a result to publish, test them on a third set. SIGTERM or
-Ctrl-C stop all processes at the end of the epoch. They save, and exit with status 1, for
+With --checkpoint FILE, the same command resumes a run that was stopped or killed. It may have fewer
+or more processes, if they divide the global batch (the samples of a step), which stays. FILE.best
+has the weights with the lowest test loss: for a result to publish, test them on a third set.
+SIGTERM or Ctrl-C stop all processes at the end of the epoch. They save, and exit with status 1, for
 slurm/synthetic.sbatch to requeue the job. Slurm, Kubernetes and torchrun kill a process 30 to 120 s
 after SIGTERM: to lose no part of a longer epoch, copy cifar10_ddp, which stops after any step.
 
@@ -49,8 +50,9 @@ def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the data; fixed at a resume")
+    parser.add_argument("--batch-size", type=int, default=32,
+                        help="samples per process and step; a resume keeps the global batch")
     parser.add_argument("--lr", type=float, default=0.01, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
