@@ -82,8 +82,11 @@ main()' "$@"
 # Copies for jobs that are disturbed.
 SLOW = """
 starts = os.environ.get("SLOW_STARTS") or os.environ["SLURM_ARRAY_TASK_ID"]
-if int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(starts):
-    time.sleep(float(os.environ.get("STOP_SECONDS") or 0) if stop else 0.5)
+restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+if restarts < int(starts):
+    time.sleep(0.5)
+if stop and restarts == 0:
+    time.sleep(float(os.environ.get("STOP_SECONDS") or 0))
 """
 LATE = """
 print("importing", flush=True)
@@ -184,6 +187,23 @@ def test_a_node_without_the_python_of_the_environment_ends_the_job(tmp_path):
                           env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=30)
     assert done.returncode != 0, f"the job goes on, with {done.stdout}"
     assert ".venv/bin/python: " in done.stderr, f"the error names no file:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("saved, shown", [(True, "requeue 7\n"), (False, "")])
+def test_only_a_job_that_has_saved_is_requeued_while_squeue_fails(tmp_path, saved, shown):
+    write_program(tmp_path / "squeue", "exit 1")
+    write_program(tmp_path / "timeout", 'exec /usr/bin/timeout 1 "${@:2}"')  # not 10 minutes
+    write_program(tmp_path / "scontrol", 'echo "$@"')
+    (tmp_path / "my.pt").touch()
+    before = "none" if saved else "$(stat -Lc %y my.pt)"
+    requeue = part(text_of("cifar10.sbatch"), "# srun was stopped", "\nexit 1")
+    done = subprocess.run(["bash", "-euc", f"checkpoint=my.pt\nbefore={before}\n{requeue}"],
+                          cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin",
+                                             "SLURM_JOB_ID": "7"},
+                          capture_output=True, text=True, timeout=30)
+    assert done.stdout == shown, (
+        f"squeue fails, the job has {'' if saved else 'not '}saved, and its file runs scontrol "
+        f"{done.stdout!r}, not {shown!r}:\n{done.stderr}")
 
 
 # --- the lab ---
@@ -417,7 +437,7 @@ def lost_node(lab):
 
 
 def time_limit(lab):
-    """Two of them. The run stops 35 s after the signal (torchrun's own limit is 30).
+    """Two of them. The first time, the run stops 35 s after the signal (torchrun's limit is 30).
 
     The checkpoint is a link, and not beside the script. Meanwhile, the script is edited: only a new
     job runs that.
