@@ -16,11 +16,12 @@ from pathlib import Path
 
 INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
-# What takes the place of ssh and scp, as there is no server, and of apt-get.
+# What takes the place of ssh and scp, as there is no server, of apt-get, and of sleep.
 STAND_INS = {
     "ssh": 'exec nsenter --target "$(cat "$LAB/$1")" --net --uts --mount --ipc --pid bash -c "$2"',
     "scp": 'to=${*: -1}; cp "${@:1:$#-1}" "/proc/$(cat "$LAB/${to%%:*}")/root${to#*:}"',
     "apt-get": '[[ $1 = update ]] || dpkg --status "${@:3}" >/dev/null',
+    "sleep": "",    # `service slurmd restart` waits for the end of a daemon that does not run yet
 }
 # Shorter waits, and more hardware than there is.
 SETTINGS = """
