@@ -489,7 +489,7 @@ def preempted(lab):
 
 def array(lab):
     """Two tasks. Task 1 is stopped when task 0 has completed, and its job id is the array's."""
-    array = lab.sbatch(f"--nodes=2 --array=0-1 slurm/cifar10.sbatch {LONG}", SCRIPT="slow.py")
+    array = lab.sbatch(f"-c2 --array=0-1 slurm/cifar10-srun.sbatch {LONG}", SCRIPT="slow.py")
     wait_for_epochs(lab, f"{array}_1")
     lab.wait_for_state(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
@@ -581,7 +581,7 @@ TRAINED = {
                        "^saved step 2 in .*/mine/cifar10-", 1,
                        {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, inside="cd mine &&"),
     "synthetic": Trained(f"--gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}", "^world size 2"),
-    "clocks": Trained(f"--nodes=2 slurm/cpu.sbatch {LINEAR}", "^world size 4|^epoch 4/4", 2,
+    "clocks": Trained(f"--nodes=2 -c1 slurm/cpu.sbatch {LINEAR}", "^world size 2|^epoch 4/4", 2,
                       {"VIRTUAL_ENV": "behind"}),
     "behind the file": Trained("slurm/cpu.sbatch --cpus-per-task=2", "error: .*--cpus-per-task",
                                2, state="FAILED"),
