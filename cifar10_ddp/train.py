@@ -253,7 +253,8 @@ def train(args):
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
                             image_folder=bool(args.image_folder))  # wherever it is
-    saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
+    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
+    saved = {"model": model, "optimizer": optimizer}
     step = restore(checkpoint, settings, saved)
     del checkpoint  # free the memory of its copy of the weights
     # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients of

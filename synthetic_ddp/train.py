@@ -117,8 +117,8 @@ def build_loader(args, data, device, batch_size, **options):
 
 # ---- Training ----
 # DDP: all processes must make the same calls that exchange data: ddp_model(...), backward(),
-# evaluate() and all other functions below except log() and save(). Below "if rank == 0", such a
-# call would wait for the other processes until --timeout.
+# evaluate(), results_of(), sum_over_ranks(), check_model() and close_group(). Below "if rank == 0",
+# such a call would wait for the other processes until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
     # DDP: connect the processes. All use the flags and the checkpoint of rank 0
@@ -144,6 +144,7 @@ def train(args):
 
     model = build_model(args).to(device)
     optimizer, scheduler = build_optimizer(args, model)
+    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     # A resume may not change these: optimizer and scheduler keep their rates and number of epochs
     run = {"epochs": args.epochs, "lr": args.lr, "seed": args.seed, "samples": len(train_set)}
@@ -196,9 +197,9 @@ def train(args):
         # DDP: if one process that has received a signal stopped alone, the others would wait for it
         [stop] = sum_over_ranks(len(signals))
         if rank == 0 and args.checkpoint:
-            loss = (test_results or results)["loss"]  # without test samples, the training loss
-            is_best = loss < best_loss
-            best_loss = min(best_loss, loss)
+            test_loss = (test_results or results)["loss"]  # of the training set, if there is no other
+            is_best = test_loss < best_loss
+            best_loss = min(best_loss, test_loss)
             states = {name: item.state_dict() for name, item in saved.items()}
             states.update(run=run, epochs_done=epoch + 1, best_loss=best_loss,
                           global_batch=global_batch)
