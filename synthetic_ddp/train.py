@@ -197,7 +197,7 @@ def train(args):
         # DDP: if one process that has received a signal stopped alone, the others would wait for it
         [stop] = sum_over_ranks(len(signals))
         if rank == 0 and args.checkpoint:
-            test_loss = (test_results or results)["loss"]  # of the training set, if there is no other
+            test_loss = (test_results or results)["loss"]  # the training loss, without a test set
             is_best = test_loss < best_loss
             best_loss = min(best_loss, test_loss)
             states = {name: item.state_dict() for name, item in saved.items()}
