@@ -176,7 +176,7 @@ def load_data(args):
 
 
 def transforms(args, train_set):
-    """Return the transform of images to uint8 (3, size, size). For training, it is random."""
+    """Return the transform of (image, label): images to uint8 (3, size, size), random to train."""
     size = args.image_size
     if args.image_folder and train_set:
         steps = [v2.ToImage(), v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
@@ -284,7 +284,7 @@ def train(args):
     saved_step, save_time = step, time.perf_counter()
     # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
-        loss_sum = counts = samples = 0  # of this process in this epoch
+        loss_sum = counts = samples = 0  # of this process in this epoch (since a resume)
         epoch_time = time.perf_counter()
         while step < (epoch + 1) * steps_per_epoch:
             # DDP: if one process stopped alone, the others would wait for its gradients. So all
@@ -323,7 +323,8 @@ def train(args):
             elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
                 rate = (step - first_step) / (now - start)
-                # The loss of rank 0's samples in this epoch; the speed since the first step
+                # The loss of rank 0's samples in this epoch. The mean speed since the first step,
+                # with evaluations
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / samples:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "
@@ -366,7 +367,7 @@ def evaluate(args, model, batches, device):
     loss_sum = counts = samples = 0
     with torch.no_grad():
         for batch in batches:
-            batch = [tensor.to(device, copy=True) for tensor in batch]  # a loss may change it
+            batch = [tensor.to(device) for tensor in batch]
             loss, batch_counts = loss_and_counts(args, model, *batch)
             loss_sum += len(batch[0]) * loss.double()
             counts += batch_counts.double()

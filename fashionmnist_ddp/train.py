@@ -226,7 +226,7 @@ def train(args):
         # (hash() of numbers is the same everywhere)
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
         order = torch.randperm(len(x), generator=shuffle).to(device)
-        loss_sum = counts = samples = 0  # of this process in this epoch
+        loss_sum = counts = samples = 0  # of this process in this epoch (since a resume)
         epoch_time = time.perf_counter()
         first_batch = max(0, step - epoch * steps_per_epoch)
         for batch in order.split(global_batch)[first_batch:steps_per_epoch]:
@@ -256,7 +256,8 @@ def train(args):
             elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
                 rate = (step - first_step) / (now - start)
-                # The loss of rank 0's samples in this epoch; the speed since the first step
+                # The loss of rank 0's samples in this epoch. The mean speed since the first step,
+                # with evaluations
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / samples:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "
@@ -298,7 +299,7 @@ def evaluate(args, model, batches, device):
     loss_sum = counts = samples = 0
     with torch.no_grad():
         for batch in batches:
-            batch = [tensor.to(device, copy=True) for tensor in batch]  # a loss may change it
+            batch = [tensor.to(device) for tensor in batch]
             loss, batch_counts = loss_and_counts(args, model, *batch)
             loss_sum += len(batch[0]) * loss.double()
             counts += batch_counts.double()

@@ -83,7 +83,7 @@ def build_model(args):
 def build_optimizer(args, model):
     """Return the optimizer, and its scheduler, which makes a step after each epoch.
 
-    For a scheduler that makes a step after each batch, also pass len(loader), the steps per epoch.
+    For a scheduler that makes a step after each batch, pass len(loader), too, and move its step().
     --lr is used as it is. With N processes, a step has N times as many samples, and an epoch has N
     times fewer steps, so a higher --lr is usual: up to N times with SGD, less with Adam.
     """
