@@ -64,6 +64,7 @@ def process(path, here, folder, rank, wait, jobs, flags, ports):
         torch.multiprocessing.set_start_method("fork", force=True)
     tempfile.tempdir = folder
     files = Files(folder)
+    begin = time.monotonic()
     steps = 0  # of the job before
     status = 0
     for number, job in enumerate(map(Job._make, jobs)):
@@ -90,6 +91,7 @@ def process(path, here, folder, rank, wait, jobs, flags, ports):
             seen = train(module, folder, wait, job, steps)
             seen["written"] = [os.path.relpath(place, mirror + here) for place in files.written]
             steps = len(seen["steps"])
+            seen["seconds"] = time.monotonic() - begin
             pathlib.Path(f"{folder}/{job.name}-{rank}.json").write_text(json.dumps(seen))
         except BaseException:
             traceback.print_exc()
@@ -785,7 +787,6 @@ def train_copies(folder, path, flags):
             runs.append(Run(folder, path, flags, size))
             ends.callback(runs[-1].end)
         first, two, one = runs
-        begin = time.monotonic()
         first.do([Job("one", "one"), Job("stopped", "stopped", end="signal")])
         seen, problems = first.results()
         if FORBIDDEN in problems.get("one", ""):
@@ -797,7 +798,7 @@ def train_copies(folder, path, flags):
         if not seen["one"][0]["steps"]:
             skip("anything", "train() has made no step of an optimizer")
             return {}, {}
-        seconds = time.monotonic() - begin
+        seconds = sum(ranks[0]["seconds"] for ranks in seen.values())  # some 3 trainings
         print(f"Now on two processes, and stopped and resumed: about {seconds:.0f} s more.",
               flush=True)
         jobs_of_two = [Job("two", "two")]

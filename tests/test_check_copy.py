@@ -173,13 +173,6 @@ def load_data(args):
     order = torch.from_numpy(numpy.random.permutation(400))
     return named(*((images[part], labels[part]) for part in (order[:300], order[300:])))
 """
-FEW_CLASSES = """
-def load_data(args):
-    train_set, test_set = named(samples(0), samples(1))
-    names = {f"class {number}" for number in range(10)}
-    train_set.classes = test_set.classes = list(names)
-    return train_set, test_set
-"""
 CRITIC = [(SAVED, """
 critic = nn.Linear(784, 1)
 critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)"""), (STEP, """
@@ -360,14 +353,36 @@ OTHER_JOB = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "SLURM_JO
              "TORCHELASTIC_RUN_ID": "1", "PYTHONHASHSEED": "0"}
 
 
-def test_classes_of_a_set_are_noticed():
-    """Each interpreter has its own order."""
-    make_copy("cifar10_ddp", "my.py", above(SMALL), above(DRAWN + FEW_CLASSES))
-    status, text = command("my.py", "--fake-data", **OTHER_JOB)
-    assert status == 1 and "sort what comes from a set" in text, (
-        f"list() of a set of classes: {status}\n{text}")
+BYTES = """
+class Label:
+    def __init__(self, number):
+        self.number = number
 
 
+class Contents(Dataset):
+    classes = list("0123456789")
+
+    def __init__(self, first, last):
+        self.numbers = range(first, last)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        number = self.numbers[index]
+        return random.Random(number).randbytes(3072), Label(number % 10)
+
+
+def transforms(args, train_set):
+    return lambda content, label: (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8).view(3, 32, 32), label.number)
+
+
+def load_data(args):
+    return Contents(0, 400), Contents(400, 500), {"word": 1}
+"""
+VOCABULARY = ('instead of "train_set, test_set = load_data(args)"',
+              "train_set, test_set, vocabulary = load_data(args)")
 FAULTY = {  # many mistakes in one copy: that each is named does not depend on the others
     "files, batches and sums": [
         (f"FAIL  {LEAK}.*: 10000 of 10000 different", above("""
@@ -400,15 +415,21 @@ def load_data(args):
         (f"FAIL  {RESUMES}: these differ: loss of step 1", (
             STEP, "model.eval()  # an evaluation of one's own")),
         (f"FAIL  {WEIGHTS}", in_loss("loss = loss + F.dropout(logits).mean()"))],
+    "sets": [
+        (f"FAIL  {LEAK}: 100 of 100 different", above(BYTES.replace("400, 500", "0, 100"))),
+        (f"FAIL  {ENDS}: they end with an error:(.*\\n)+.*sort what comes from a set", above("""
+Contents.classes = list({f"class {number}" for number in range(10)})
+""")),
+        (None, VOCABULARY)],
 }
 
 
 @functools.cache
 def said_of(kind):
     with tempfile.TemporaryDirectory() as folder:
-        make_copy("fashionmnist_ddp", f"{folder}/my.py", above(SMALL),
-                  *(edit for _, edit in FAULTY[kind]))
-        return command("my.py", "--fake-data", folder=folder)
+        script = "cifar10_ddp" if kind == "sets" else "fashionmnist_ddp"
+        make_copy(script, f"{folder}/my.py", above(SMALL), *(edit for _, edit in FAULTY[kind]))
+        return command("my.py", "--fake-data", folder=folder, **OTHER_JOB)
 
 
 @pytest.mark.parametrize("kind, line", [(kind, line) for kind in FAULTY for line, _ in FAULTY[kind]
@@ -429,34 +450,6 @@ def test_an_error_after_the_first_training_is_printed():
 
 
 EVALUATED = 'before "test {show(test)}"'
-BYTES = """
-class Label:
-    def __init__(self, number):
-        self.number = number
-
-
-class Contents(Dataset):
-    classes = list("0123456789")
-
-    def __init__(self, first, last):
-        self.numbers = range(first, last)
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __getitem__(self, index):
-        number = self.numbers[index]
-        return random.Random(number).randbytes(3072), Label(number % 10)
-
-
-def transforms(args, train_set):
-    return lambda content, label: (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8).view(3, 32, 32), label.number)
-
-
-def load_data(args):
-    return Contents(0, 400), Contents(400, 500), {"word": 1}
-"""
 WRITES = """
 import pathlib
 import shutil
@@ -497,9 +490,7 @@ def files_of_the_user(tmp_path, monkeypatch):
 
 
 def test_no_file_of_the_user_changes_when_a_copy_with_bytes_and_objects_passes(files_of_the_user):
-    make_copy("cifar10_ddp", "my.py", above(SMALL + BYTES), (EVALUATED, WRITES),
-              ('instead of "train_set, test_set = load_data(args)"',
-               "train_set, test_set, vocabulary = load_data(args)"))
+    make_copy("cifar10_ddp", "my.py", above(SMALL + BYTES), VOCABULARY, (EVALUATED, WRITES))
     before = files_of_the_user()
     status, text = command("my.py", "--fake-data", **OTHER_JOB)
     assert files_of_the_user() == before, f"the check changes the user's files:\n{text}"
