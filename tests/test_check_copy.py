@@ -880,7 +880,7 @@ RIGHT = {
         ('after "ddp_model = DDP("', "ddp_maker = DDP(maker) if world_size > 1 else maker"),
         ('instead of "for part in own_parts:"', TURNS),
         ('instead of "            optimizer.step()"', "pass")),
-    "a loss of pairs, gathered from all ranks": ("fashionmnist_ddp", above(SMALL + GATHERED)),
+    "a loss of pairs, gathered from all ranks (noted)": ("fashionmnist_ddp", above(SMALL + GATHERED)),
     "a buffer that each forward changes, frozen layers, a layer of low rank that eval() merges, "
     "BatchNorm, dropout, a scheduler and a tested average": (
         "fashionmnist_ddp", above(SMALL + LOW_RANK), above("""
@@ -969,7 +969,7 @@ def build_model(args):
 def load_data(args):
     return samples(0), samples(1, 0)
 """)),
-    "as many test images as classes, and blank images in both sets": (
+    "as many test images as classes, and blank images in both sets (noted)": (
         "cifar10_ddp", above(SMALL + DRAWN + """
 def load_data(args):
     train_set, test_set = named(samples(0), samples(1, 10))
@@ -989,5 +989,5 @@ def test_a_right_edit_is_no_false_alarm(kind):
     with open("words.py", "w") as file:
         file.write(WORDS)
     status, text = check("my.py", *FLAGS.get(script, []))
-    assert status == 0, (
-        f"{kind}: nothing is wrong, but status {status}:\n{text}")
+    assert status == 0, f"{kind}: nothing is wrong, but status {status}:\n{text}"
+    assert ("\nnote " in text) == kind.endswith("(noted)"), f"{kind}, and these notes:\n{text}"
