@@ -152,7 +152,8 @@ def form_group(args):
     args and checkpoint come from rank 0: another machine may have other flags, and no file.
     """
     rank, _, world_size = setup_environment()
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}  # no process waits yet
+    # Before the group is formed: if this fails, the launcher ends the other processes
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
@@ -167,7 +168,8 @@ def setup_environment():
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: if torchrun is killed, stop, too. A process would keep its GPU and port
+        # PR_SET_PDEATHSIG: if torchrun is killed (kill -9), Linux sends SIGTERM to this process. It
+        # would go on, and keep its GPU
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
@@ -179,8 +181,7 @@ def setup_environment():
         # Another port for each job and step, because those of one node may run at the same time
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
-                   LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 

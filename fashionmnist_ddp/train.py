@@ -21,6 +21,7 @@ and exit with status 1; slurm/fashionmnist.sbatch requeues the job.
 
 To train something else, edit the functions above train(). You need not read the last part, which
 starts, connects, saves and stops the processes. In the repository of this file,
+fashionmnist_ddp/make-it-yours.md has code for best weights, F1, clipping and more, and
 tests/check_copy.py checks that your copy gives the same results on one process, on two, and after a
 stop and a resume.
 
@@ -252,7 +253,7 @@ def train(args):
                 log_time = now
                 rate = (step - first_step) / (now - start)
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
-                    f"{show(results_of(loss_sum, counts, samples))}  "
+                    f"loss {loss_sum / samples:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "
                     f"{timedelta(seconds=round((total_steps - step) / rate))} left")
             end_of_epoch = step % steps_per_epoch == 0
@@ -268,7 +269,7 @@ def train(args):
                 close_group()
                 sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
         if samples:  # otherwise, the run was resumed at the end of this epoch
-            results = results_of(*sum_over_ranks(loss_sum, counts, samples))
+            results = results_of(loss_sum, counts, samples)
             log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}")
         with autocast:
             test = evaluate(args, model, test_batches, device)
@@ -287,7 +288,7 @@ def evaluate(args, model, batches, device):
     if dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # DDP: BatchNorm's statistics are of a process's own samples
-    frozen = [module for module in model.modules() if not module.training]
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     loss_sum = counts = samples = 0
     with torch.no_grad():
@@ -297,10 +298,9 @@ def evaluate(args, model, batches, device):
             loss_sum += len(batch[0]) * loss.double()
             counts += batch_counts.double()
             samples += len(batch[0])
-    model.train()
-    for module in frozen:  # as they were before
-        module.training = False
-    return results_of(*sum_over_ranks(loss_sum, counts, samples))
+    for module, training in modes.items():  # as before: some may be frozen
+        module.training = training
+    return results_of(loss_sum, counts, samples)
 
 
 # ---- The last part starts, connects, saves and stops the processes. You need not read it. ----
@@ -315,7 +315,6 @@ def form_group(args):
         prepare_data(args)
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     configure(device)
-    set_threads()
     cuda = device.type == "cuda"
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
@@ -347,10 +346,12 @@ def spawn(nproc, args):
     # As torchrun does: this process has a free port, and rank 0 connects to it as all others.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), WORLD_SIZE=str(nproc),
-                      LOCAL_WORLD_SIZE=str(nproc), SLURM_STEP_NUM_TASKS="1",
+                      SLURM_STEP_NUM_TASKS="1",
                       TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    # Without it, each process would use all cores. (torchrun sets it to 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
     pick_device(0)  # its errors once, not in every process
-    workers = mp.spawn(run_worker, (os.getpid(), args), nproc, join=False)
+    workers = mp.spawn(run_worker, (args,), nproc, join=False)
 
     def forward(signum, frame):
         for worker in mp.active_children():
@@ -365,10 +366,8 @@ def spawn(nproc, args):
         sys.exit(1 if error.exit_code > 0 else f"error: {error}")
 
 
-def run_worker(rank, parent, args):
+def run_worker(rank, args):
     """Train as one of the processes of spawn()."""
-    if os.getppid() != parent:  # it was killed before PyTorch asked for a signal at its death
-        sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn takes KeyboardInterrupt for success
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     train(args)
@@ -379,7 +378,8 @@ def setup_environment():
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: if torchrun is killed, stop, too. A process would keep its GPU and port
+        # PR_SET_PDEATHSIG: if torchrun is killed (kill -9), Linux sends SIGTERM to this process. It
+        # would go on, and keep its GPU
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
@@ -391,8 +391,7 @@ def setup_environment():
         # Another port for each job and step, because those of one node may run at the same time
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
-                   LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 
@@ -407,27 +406,11 @@ def pick_device(local_rank):
 
 
 def configure(device):
-    """Use this GPU, or the CPU, at its fastest."""
+    """Use this GPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep freed memory for the next step
-        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: also blocks of up to 32 MB
-
-
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def set_threads():
-    """Use a thread for each core of this process: torchrun sets OMP_NUM_THREADS=1."""
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if several and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(cores_per_process())
 
 
 def sum_over_ranks(*sums):
@@ -439,7 +422,8 @@ def sum_over_ranks(*sums):
 
 
 def results_of(loss_sum, counts, samples):
-    """Return the mean loss and the metrics, by name, as floats. Without samples, there are none."""
+    """Return the mean loss and the metrics of all processes' samples, by name ({} if none)."""
+    loss_sum, counts, samples = sum_over_ranks(loss_sum, counts, samples)
     if not samples:
         return {}
     means = {"loss": loss_sum / samples, **metrics(counts, samples)}
@@ -497,33 +481,25 @@ def any_rank_has(signals):
 
 
 def norms_of(saved):
-    """Return the norms of the weights in saved, by name. Exit if a weight is not finite."""
-    norms = {f"{key}.{name}": weight.detach().double().norm().item()
-             for key, model in saved.items() if isinstance(model, nn.Module)
-             for name, weight in model.named_parameters()}
-    for name, norm in norms.items():
-        if not math.isfinite(norm):
-            sys.exit(f"error: {name} contains NaN or infinity: lower --lr (with another "
-                     "--checkpoint), or look for NaN and very large values in the data")
+    """Return the norms of all weights in saved. Exit if a weight is not finite."""
+    norms = torch.stack([weight.detach().norm().cpu() for item in saved.values()
+                         if isinstance(item, nn.Module) for weight in item.parameters()])
+    if not norms.isfinite().all():
+        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
+                 "--checkpoint), or look for NaN and very large values in the data")
     return norms
 
 
 def check_weights(saved):
-    """Exit unless all processes have the same weights: gradients that are not averaged are silent.
+    """Exit unless the weights are equal in all processes.
 
-    Only the norms are compared: weights that are kept at norm 1 may differ without an error.
+    They differ if model(x) is called, not ddp_model(x): then no gradients are averaged.
     """
     norms = norms_of(saved)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
-    least = 1e-8 * math.hypot(*norms.values())  # a smaller difference is rounding
-    for name, norm in norms.items():
-        if not all(math.isclose(norm, others.get(name, norm), rel_tol=1e-5, abs_tol=least)
-                   for others in of_ranks):
-            sys.exit(f"error: {name} differs between the processes. Possible causes: train() calls "
-                     "model, not ddp_model; the loss calls a method of the model, not model(...); "
-                     "a model has no DDP; requires_grad is set after build_model; an average is "
-                     "updated on rank 0 alone")
+    if not all(torch.allclose(norms, others) for others in of_ranks):
+        sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
 
 
 def digest(labels):
@@ -611,13 +587,10 @@ def fake_images(count, shape, seed):
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
     patterns = F.interpolate(patterns, shape[1:])
-    sets = []
-    for samples, set_seed in ((count, 2 * seed + 2), (max(1, count // 4), 2 * seed + 1)):
-        labels = torch.arange(samples) % 10
-        generator.manual_seed(set_seed)
-        noise = torch.randint(256, (samples, *shape), generator=generator, dtype=torch.uint8)
-        sets.append((((2 * patterns[labels] + noise) / 3).to(torch.uint8), labels))
-    return sets
+    labels = torch.arange(count + max(1, count // 4)) % 10
+    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
+    images = ((2 * patterns[labels] + noise) / 3).to(torch.uint8)
+    return (images[:count], labels[:count]), (images[count:], labels[count:])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ fashionmnist_ddp, which trains the same CNN, and whose runs can be stopped and r
 Follows the nn.DataParallel part of the OpenACC notebook "Distributed Data Parallelism".
 """
 import argparse
-import contextlib
-import ctypes
 import os
 import socket
 import sys
@@ -163,14 +161,11 @@ def evaluate(model, images, labels, batch_size):
 
 # ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
 def configure(device):
-    """Use this GPU, or the CPU, at its fastest."""
+    """Use this GPU, at its fastest."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    with contextlib.suppress(AttributeError):  # only glibc has it: a fifth more images/s on a CPU
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep freed memory for the next step
-        ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: also blocks of up to 32 MB
 
 
 def fake_images(count, shape, seed):
@@ -181,13 +176,10 @@ def fake_images(count, shape, seed):
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(256, (10, shape[0], 4, 4), generator=generator).float()
     patterns = F.interpolate(patterns, shape[1:])
-    sets = []
-    for samples, set_seed in ((count, 2 * seed + 2), (max(1, count // 4), 2 * seed + 1)):
-        labels = torch.arange(samples) % 10
-        generator.manual_seed(set_seed)
-        noise = torch.randint(256, (samples, *shape), generator=generator, dtype=torch.uint8)
-        sets.append((((2 * patterns[labels] + noise) / 3).to(torch.uint8), labels))
-    return sets
+    labels = torch.arange(count + max(1, count // 4)) % 10
+    noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
+    images = ((2 * patterns[labels] + noise) / 3).to(torch.uint8)
+    return (images[:count], labels[:count]), (images[count:], labels[count:])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ with the same weights, and each computes the gradient of its share of every batc
 averages the gradients of all processes, so all make the same step, and their weights stay equal.
 The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
 
-All processes must make the same calls of ddp_model(...), backward(), evaluate(), sum_over_ranks()
-and check_model(): below "if rank == 0", such a call would wait for the others until --timeout.
+All processes must make the same calls of ddp_model(...), backward(), evaluate(), results_of() and
+check_model(): below "if rank == 0", such a call would wait for the others until --timeout.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed. FILE.best has the
 weights with the lowest test loss: for a result to publish, test them on a third set. SIGTERM or
@@ -180,7 +180,7 @@ def train(args):
             loss_sum += len(batch[0]) * loss.detach().double()  # tensors: no waiting for the GPU
             counts += batch_counts.detach().double()
             samples += len(batch[0])
-        results = results_of(*sum_over_ranks(loss_sum, counts, samples))
+        results = results_of(loss_sum, counts, samples)
         seconds = time.perf_counter() - start
         with autocast:  # model, not ddp_model: nothing is averaged, and shares may be unequal
             test_results = evaluate(args, model, test_loader, device)
@@ -220,7 +220,7 @@ def evaluate(args, model, batches, device):
             loss_sum += len(batch[0]) * loss.double()
             counts += batch_counts.double()
             samples += len(batch[0])
-    return results_of(*sum_over_ranks(loss_sum, counts, samples))
+    return results_of(loss_sum, counts, samples)
 
 
 def sum_over_ranks(*sums):
@@ -232,7 +232,8 @@ def sum_over_ranks(*sums):
 
 
 def results_of(loss_sum, counts, samples):
-    """Return the mean loss and the metrics, by name, as floats. Without samples, there are none."""
+    """Return the mean loss and the metrics of all processes' samples, by name ({} if none)."""
+    loss_sum, counts, samples = sum_over_ranks(loss_sum, counts, samples)
     if not samples:
         return {}
     means = {"loss": loss_sum / samples, **metrics(counts, samples)}
@@ -256,7 +257,8 @@ def form_group(args):
     if cuda:  # srun may show each process only its own GPU
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}  # no process waits yet
+    # Before the group is formed: if this fails, the launcher ends the other processes
+    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
                             device_id=device if cuda else None, world_size=world_size,
@@ -272,7 +274,8 @@ def setup_environment():
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: if torchrun is killed, stop, too. A process would keep its GPU and port
+        # PR_SET_PDEATHSIG: if torchrun is killed (kill -9), Linux sends SIGTERM to this process. It
+        # would go on, and keep its GPU
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
@@ -284,8 +287,7 @@ def setup_environment():
         # Another port for each job and step, because those of one node may run at the same time
         number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks),
-                   LOCAL_WORLD_SIZE="1")  # srun gives each task its own cores
+        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
 
 

@@ -1,9 +1,8 @@
-"""Threads, ranks and GPUs follow from the variables of a launcher, on any machine.
+"""Ranks, threads and GPUs follow from the variables of a launcher, on any machine.
 
 The functions are equal in all scripts: those of fashionmnist_ddp are tested.
 """
 
-import ctypes
 import os
 import re
 import sys
@@ -11,10 +10,8 @@ import sys
 import pytest
 import torch
 from copies import make_copy
-from forked import train_to_end
 from launchers import run
-from recorder import use_small_model
-from scripts import SCRIPTS, STEP_SCRIPTS, load_script
+from scripts import load_script
 
 module = load_script("fashionmnist_ddp")
 
@@ -27,51 +24,12 @@ def environ(monkeypatch):
     return env
 
 
-# ---- threads ----
-@pytest.mark.parametrize("processes, omp, expected, why", [
-    ("3", None, 2, "3 processes on 8 cores"),
-    ("9", None, 1, "a process has at least one"),
-    ("4", "1", 2, "torchrun sets OMP_NUM_THREADS=1 for several processes, unless the user sets it"),
-    ("4", "3", None, "OMP_NUM_THREADS=3 is the user's choice"),
-    ("1", "1", None, "OMP_NUM_THREADS=1 of a single process is the user's choice"),
-])
-def test_processes_share_the_cores(environ, monkeypatch, processes, omp, expected, why):
-    """Of the 8 of 64 that this process may use, on a system without glibc's mallopt."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(40, 48)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    threads = [None]
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    environ["LOCAL_WORLD_SIZE"] = processes
-    if omp:
-        environ["OMP_NUM_THREADS"] = omp
-    module.configure(torch.device("cpu"))
-    module.set_threads()
-    assert threads[-1] == expected, f"{why}: {threads[-1]} threads, not {expected}"
-
-
-@pytest.mark.parametrize("script", STEP_SCRIPTS)  # the steps of others are too short
-def test_each_script_shares_the_cores(script):
-    """With a second process on this machine, of 8 cores."""
-    def setup(script_module, rank):
-        use_small_model(script_module)
-        threads = []
-        os.environ["LOCAL_WORLD_SIZE"] = "2"
-        os.sched_getaffinity = lambda pid: set(range(8))
-        torch.set_num_threads = threads.append
-        return threads
-
-    (threads,) = train_to_end(script, SCRIPTS[script].data_flag, 64, "--epochs", 1,
-                              *SCRIPTS[script].no_children, setup=setup).results
-    assert threads == [4], f"{script} with 4 cores sets numbers of threads: {threads}"
-
-
 # ---- ranks ----
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
         "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[07-09]"}
 BY_HAND = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
 TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
-NOTEBOOK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+NOTEBOOK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @pytest.mark.parametrize("variables, terminal, expected, what", [
@@ -117,14 +75,6 @@ def test_the_master_is_the_first_node_of_a_step_or_the_users_choice(environ, var
     assert re.fullmatch(master, found), f"{variables}: the master is {found}, not {master}"
 
 
-def test_a_task_of_srun_has_its_own_cores(environ):
-    """Whatever a launcher has left in the shell: it divides them by no number of processes."""
-    environ.update(STEP, LOCAL_WORLD_SIZE="4")
-    module.setup_environment()
-    found = environ["LOCAL_WORLD_SIZE"]
-    assert found == "1", f"a task of srun shares its cores as one of {found} processes"
-
-
 def test_jobs_and_steps_have_different_ports(environ):
     """They may run side by side on one machine."""
     ports = set()
@@ -148,6 +98,17 @@ def test_mp_spawns_port_cannot_be_taken(tmp_path):
         """))
     status, text = run(copy, *"--fake-data 8 --epochs 1".split(), launcher="spawn", nproc=2)
     assert status == 0, f"the port that mp.spawn's processes meet at was taken:\n{text}"
+
+
+# ---- threads ----
+def test_processes_of_mp_spawn_share_the_cores():
+    """Or have as many threads as the user says."""
+    cores = torch.get_num_interop_threads()  # torch.get_num_threads() is 1 in these tests
+    for env, threads in (({}, max(1, cores // 2)), ({"OMP_NUM_THREADS": cores}, cores)):
+        _, text = run("fashionmnist_ddp", *"--fake-data 8 --epochs 0".split(), launcher="spawn",
+                      nproc=2, env=env)
+        assert f"threads {threads} " in text, (
+            f"each of 2 processes on {cores} cores with {env}: not {threads} threads:\n{text}")
 
 
 # ---- GPUs ----

@@ -105,8 +105,8 @@ def assert_lines(script, text, expected):
 def test_each_line_of_a_resumed_run(script, tmp_path):
     """--log-every 4 are two steps of rank 0, and --save-every 0.1 are three.
 
-    A log line has the means of rank 0's samples in this epoch, and the speed after the first step,
-    which takes 6 seconds longer. At the end of an epoch, means are those of all ranks.
+    A log line has the mean loss of rank 0's samples in this epoch, and the speed after the first
+    step, which takes 6 seconds longer. At the end of an epoch, means are those of all ranks.
     """
     path = tmp_path / "run.pt"
     flags = [*flags_of(script), "--batch-size", 8, "--global-batch", 31, "--log-every", 4,
@@ -121,7 +121,8 @@ def test_each_line_of_a_resumed_run(script, tmp_path):
         if step > resumed + 1 and (step - resumed) % 2 == 1:
             wait = "wait 50 %  " if script == "cifar10_ddp" else ""
             lines.append(f"epoch {epoch}/5  step {step}/25  "
-                         f"{means(script, parts_of(ranks[:1], *steps))}  16 images/s  {wait}"
+                         f"{means(script, parts_of(ranks[:1], *steps)).split('  ')[0]}  "
+                         f"16 images/s  {wait}"
                          f"{timedelta(seconds=2 * (25 - step))} left")
         if step == saved + 3 or step % 5 == 0:
             saved = step

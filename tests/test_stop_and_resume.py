@@ -16,7 +16,7 @@ import torch.distributed as dist
 from checkpoints import assert_equal, progress
 from copies import make_copy
 from forked import at_step, signal_after, train_forked, train_to_end, watch
-from launchers import START, start, wait_until_gone
+from launchers import start, wait_until_gone
 from recorder import record_small_model, use_small_model
 from scripts import CHECKPOINT_SCRIPTS, DDP_SCRIPTS, ROOT, SCRIPTS, STEP_SCRIPTS, load_script
 from torch.multiprocessing import ProcessExitedException, start_processes
@@ -348,17 +348,6 @@ def test_a_signal_to_mp_spawn_ends_all_processes_with_status_1(name, words, tmp_
     assert result.status == 1, f"{name}: status {result.status}, not 1\n{result.text}"
 
 
-def test_workers_of_a_killed_mp_spawn_end_while_they_import(tmp_path):
-    """Before PyTorch has asked the kernel to end them with their parent."""
-    with start_spawn(tmp_path / "run.pt") as job:
-        end = time.monotonic() + START
-        while len(job.workers()) < 2:
-            assert time.monotonic() < end, f"mp.spawn starts no two workers\n{job.text}"
-            time.sleep(0.01)
-        job.send(signal.SIGKILL)
-        wait_until_gone(job, "workers of python --nproc 2, which was killed while they import")
-
-
 def test_ctrl_c_before_training_is_no_success():
     """mp.spawn takes a worker that ends by KeyboardInterrupt for one that has finished."""
     module = load_script("fashionmnist_ddp")
@@ -366,7 +355,7 @@ def test_ctrl_c_before_training_is_no_success():
 
     def work(rank):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        module.run_worker(rank, os.getppid(), None)
+        module.run_worker(rank, None)
 
     with pytest.raises(ProcessExitedException, match="SIGINT"):
         start_processes(work, start_method="fork")
