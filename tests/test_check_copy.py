@@ -150,7 +150,7 @@ RESUMES = "a stopped and resumed run ends with the same numbers"
 
 # The script's own comparison of the ranks' weights comes first
 NO_GUARD = ('instead of "                check_weights(saved)"', "pass")
-RESULTS = 'instead of "return results_of(*sum_over_ranks("'
+RESULTS = 'instead of "return results_of(loss_sum, counts, samples)"'
 TEST = 'instead of "test = evaluate("'
 STEP = 'after "            optimizer.step()"'
 SAVED = 'before "step = restore("'
@@ -220,8 +220,7 @@ def build_optimizer(args, model, *global_batch):
     return torch.optim.AdamW(model.parameters(), weight_decay=0.01 * dist.get_world_size())
 """)),
         "a metric of the share of a rank": (TESTS, (RESULTS, """
-            all_sums = sum_over_ranks(loss_sum, counts, samples)
-            return {**results_of(*all_sums), **metrics(counts, samples)}""")),
+            return {**results_of(loss_sum, counts, samples), **metrics(counts, samples)}""")),
         "a second loss without its factor": (GRADIENTS, *CRITIC[:1], (SAVED, """
             ddp_critic = DDP(critic) if world_size > 1 else critic
             saved.update(critic=critic, critic_optimizer=critic_optimizer)"""),
@@ -867,9 +866,9 @@ RIGHT = {
         "cifar10_ddp", above(SMALL + PAIRS), ('before "return self.transform(*self.data["', """
         numpy.random.seed(hash(key) % 2**32)""")),
     "detection, with lists, dictionaries and a file": (
-        "cifar10_ddp", above(SCENES), *LISTS, ('instead of "return Loader(SeededData("', """
-        return Loader(SeededData(data, transform), num_workers=args.workers, **batches,
-                      collate_fn=collate)""")),
+        "cifar10_ddp", above(SCENES), *LISTS, ('instead of "return DataLoader(SeededData("', """
+        return DataLoader(SeededData(data, transform), num_workers=args.workers, **batches,
+                          collate_fn=collate, worker_init_fn=ignore_signals)""")),
     "a transformer with two heads and a rate of 2e-5": ("fashionmnist_ddp", NO_DOWNLOAD,
                                                         above(BERT)),
     "a GAN, both of whose models are exchanged": (
@@ -880,7 +879,8 @@ RIGHT = {
         ('after "ddp_model = DDP("', "ddp_maker = DDP(maker) if world_size > 1 else maker"),
         ('instead of "for part in own_parts:"', TURNS),
         ('instead of "            optimizer.step()"', "pass")),
-    "a loss of pairs, gathered from all ranks (noted)": ("fashionmnist_ddp", above(SMALL + GATHERED)),
+    "a loss of pairs, gathered from all ranks (noted)":
+        ("fashionmnist_ddp", above(SMALL + GATHERED)),
     "a buffer that each forward changes, frozen layers, a layer of low rank that eval() merges, "
     "BatchNorm, dropout, a scheduler and a tested average": (
         "fashionmnist_ddp", above(SMALL + LOW_RANK), above("""
