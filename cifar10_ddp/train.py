@@ -18,8 +18,9 @@ is for steps of 256 images, and is multiplied to suit. With --global-batch N, a 
 any number of GPUs.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step. They save,
-and exit with status 1; slurm/cifar10.sbatch requeues the job.
+processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a closed terminal stop
+all processes after the same step. They save, and exit with status 1; slurm/cifar10.sbatch
+requeues the job.
 
 To train something else, edit the functions above train(). You need not read the last part, which
 starts, connects, saves and stops the processes. In the repository of this file,
@@ -88,7 +89,8 @@ def parse_args(flags=None):
     data.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                       help="train on N generated images (512 without a number)")
     parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
-    parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
+    parser.add_argument("--save-every", type=float, default=5,
+                        help="minutes between checkpoints; one more is saved after each epoch")
     parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
@@ -251,12 +253,14 @@ def train(args):
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
                             image_folder=bool(args.image_folder))  # wherever it is
-    saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
+    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
+    saved = {"model": model, "optimizer": optimizer}
     step = restore(checkpoint, settings, saved)
     del checkpoint  # free the memory of its copy of the weights
     # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients of
     # all processes. ddp_model calls the same model
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
+    no_sync = ddp_model.no_sync if world_size > 1 else contextlib.nullcontext
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | {args.model} | global batch {global_batch} "
@@ -299,13 +303,13 @@ def train(args):
                 # DDP: each part has other random numbers (dropout), the same ones after a resume.
                 # (hash() of numbers is the same everywhere)
                 seed_step(hash((args.seed, step, part)), device)
-                # DDP: exchange gradients once, after the last part (no_sync() sets this, too)
-                ddp_model.require_backward_grad_sync = part == own_parts[-1]
-                with autocast:
-                    loss, part_counts = loss_and_counts(args, ddp_model, *batch)
-                # DDP divides the sum of all gradients by world_size. The factor makes of it the
-                # gradient of the mean loss of the global batch, also if parts differ in length
-                (loss * (len(batch[0]) * world_size / global_batch)).backward()
+                # DDP: exchange gradients once, after the last part
+                with contextlib.nullcontext() if part == own_parts[-1] else no_sync():
+                    with autocast:
+                        loss, part_counts = loss_and_counts(args, ddp_model, *batch)
+                    # DDP divides the sum of all gradients by world_size. The factor makes of it the
+                    # gradient of the mean loss of the global batch, also if parts differ in length
+                    (loss * (len(batch[0]) * world_size / global_batch)).backward()
                 loss_sum += len(batch[0]) * loss.detach().double()  # on the GPU: no waiting for it
                 counts += part_counts.detach().double()
                 samples += len(batch[0])
@@ -319,6 +323,7 @@ def train(args):
             elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
                 rate = (step - first_step) / (now - start)
+                # The loss of rank 0's samples in this epoch; the speed since the first step
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / samples:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "
@@ -361,7 +366,7 @@ def evaluate(args, model, batches, device):
     loss_sum = counts = samples = 0
     with torch.no_grad():
         for batch in batches:
-            batch = [tensor.to(device, copy=True) for tensor in batch]  # the loss may change it
+            batch = [tensor.to(device, copy=True) for tensor in batch]  # a loss may change it
             loss, batch_counts = loss_and_counts(args, model, *batch)
             loss_sum += len(batch[0]) * loss.double()
             counts += batch_counts.double()
@@ -390,7 +395,8 @@ def read_image(path, size):
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "gray"), image)
             return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
-        raise RuntimeError(f"cannot read the image {path}: {error}") from error
+        raise RuntimeError(f"cannot read the image {path} (a run that is resumed needs as many: "
+                           f"replace it): {error}") from error
 
 
 class SeededData(Dataset):
@@ -445,7 +451,7 @@ def ignore_signals(worker):
 def main():
     try:
         train(parse_args())
-    finally:  # multiprocessing would wait for the loader's processes, which ignore SIGTERM
+    finally:  # after an exception, Python would wait for the loader's processes for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
         for process in mp.active_children():
             process.kill()
@@ -481,8 +487,7 @@ def setup_environment():
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: if torchrun is killed (kill -9), Linux sends SIGTERM to this process. It
-        # would go on, and keep its GPU
+        # PR_SET_PDEATHSIG: SIGTERM for this process if torchrun is killed. Otherwise it would go on
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher

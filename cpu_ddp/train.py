@@ -11,12 +11,9 @@ with the same weights, and each computes the gradient of its share of every batc
 averages the gradients of all processes, so all make the same step, and their weights stay equal.
 The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
 
-All processes must make the same calls of ddp_model(...), backward() and dist.all_reduce(...): below
-"if rank == 0", such a call would wait for the others until --timeout.
-
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch. They save, and exit with
-status 1, for slurm/cpu.sbatch to requeue the job.
+With --checkpoint FILE, the run saves at the end of each epoch, and the same command resumes it
+there, on any number of processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch,
+with status 1, for slurm/cpu.sbatch to requeue the job.
 
 The example is a linear model on CPUs. To train your own model on GPUs, copy synthetic_ddp/train.py:
 it has the same parts, with a DataLoader and a test set.
@@ -48,7 +45,8 @@ def parse_args(flags=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+    parser.add_argument("--batch-size", type=int, default=32,
+                        help="samples per process and step; a resume keeps the global batch")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
@@ -79,6 +77,9 @@ def loss_of(args, model, inputs, targets):
 
 
 # ---- Training ----
+# DDP: all processes must make the same calls that exchange data: ddp_model(...), backward(),
+# dist.all_reduce(...), check_model() and close_group(). Below "if rank == 0", such a call would
+# wait for the other processes until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
     # DDP: connect the processes. All use the flags and the checkpoint of rank 0
@@ -96,8 +97,8 @@ def train(args):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
     epochs_done = checkpoint.get("epochs_done", 0)
-    # DDP: more processes make larger steps. A resumed run keeps its own: on fewer processes, each
-    # takes a larger share
+    # DDP: a step has more samples on more processes. But a resumed run keeps its global batch: on
+    # fewer processes, each has a larger share
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)
     if not world_size <= global_batch <= len(x):
         sys.exit(f"error: a step takes {global_batch} of {len(x)} samples, for {world_size} "
@@ -114,23 +115,24 @@ def train(args):
 
     signals = collect_signals()
     for epoch in range(epochs_done, args.epochs):
-        # Seeded anew, so that a resumed run draws the same. hash() of numbers is always the same
-        torch.manual_seed(hash((args.seed, epoch)))  # DDP: the same order in all processes
-        order = torch.randperm(len(x))[:used]
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # DDP: but other dropout, if you add it
+        # Random numbers begin anew in each epoch, so that a resumed run has the same. (hash() of
+        # numbers is the same in all processes)
+        torch.manual_seed(hash((args.seed, epoch)))
+        order = torch.randperm(len(x))[:used]  # DDP: the same order in all processes
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # DDP: for dropout, each has others
         loss_sum = 0
         for batch in order.split(global_batch):
             share = batch[rank::world_size]  # DDP: rank 1 of 4 takes samples 1, 5, 9, ...
             optimizer.zero_grad()
             loss = loss_of(args, ddp_model, x[share], y[share])
-            # DDP: the average of the gradients must be the gradient of the mean over the batch. If
-            # two processes share 5 samples, the factors are 3 * 2 / 5 and 2 * 2 / 5; for 6, 1 and 1
+            # DDP: the factor is 1 if the shares are equal. If two processes share 5 samples, it is
+            # 3 * 2 / 5 and 2 * 2 / 5: each sample then has the same weight in the average
             (loss * (len(share) * world_size / global_batch)).backward()
             optimizer.step()
             loss_sum += len(share) * loss.item()
 
-        # DDP: the sums of all processes. If one that has received a signal stopped alone, the
-        # others would wait for its gradients
+        # DDP: add up the losses, and the signals, of all processes. If one process stopped alone,
+        # the others would wait for its gradients
         sums = torch.tensor([loss_sum, len(signals)], dtype=torch.float64)
         dist.all_reduce(sums)
         loss_sum, stop = sums.tolist()
@@ -149,7 +151,7 @@ def train(args):
 def form_group(args):
     """Connect all processes. Return args, rank, world size, and checkpoint ({} if none).
 
-    args and checkpoint come from rank 0: another machine may have other flags, and no file.
+    args and checkpoint come from rank 0: another machine may not have the file.
     """
     rank, _, world_size = setup_environment()
     # Before the group is formed: if this fails, the launcher ends the other processes
@@ -168,8 +170,7 @@ def setup_environment():
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: if torchrun is killed (kill -9), Linux sends SIGTERM to this process. It
-        # would go on, and keep its GPU
+        # PR_SET_PDEATHSIG: SIGTERM for this process if torchrun is killed. Otherwise it would go on
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher

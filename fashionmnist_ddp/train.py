@@ -16,8 +16,9 @@ The lines that do this are marked with # DDP.
 the same --lr. With --global-batch N, a step has N images on any number of GPUs.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step. They save,
-and exit with status 1; slurm/fashionmnist.sbatch requeues the job.
+processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a closed terminal stop
+all processes after the same step. They save, and exit with status 1; slurm/fashionmnist.sbatch
+requeues the job.
 
 To train something else, edit the functions above train(). You need not read the last part, which
 starts, connects, saves and stops the processes. In the repository of this file,
@@ -68,7 +69,8 @@ def parse_args(flags=None):
     parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                         help="train on N generated images (512 without a number)")
     parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
-    parser.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
+    parser.add_argument("--save-every", type=float, default=5,
+                        help="minutes between checkpoints; one more is saved after each epoch")
     parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     return parser.parse_args(flags)
@@ -199,12 +201,14 @@ def train(args):
     optimizer = build_optimizer(args, model)
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     settings = run_settings(args, images=len(x), global_batch=global_batch, label_digest=digest(y))
-    saved = {"model": model, "optimizer": optimizer}  # in each checkpoint
+    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
+    saved = {"model": model, "optimizer": optimizer}
     step = restore(checkpoint, settings, saved)
     del checkpoint  # free the memory of its copy of the weights
     # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients of
     # all processes. ddp_model calls the same model
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
+    no_sync = ddp_model.no_sync if world_size > 1 else contextlib.nullcontext
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
         f"torch {torch.__version__} | global batch {global_batch} "
@@ -231,15 +235,15 @@ def train(args):
             optimizer.zero_grad()
             for part in own_parts:
                 indices = batch[part::parts]  # DDP: part 1 of 4 has the samples 1, 5, 9, ...
-                # DDP: each part has other random flips and dropout, the same ones after a resume
+                # DDP: each part has other random numbers (of torch), the same ones after a resume
                 seed_step(hash((args.seed, step, part)), device)
-                # DDP: exchange gradients once, after the last part (no_sync() sets this, too)
-                ddp_model.require_backward_grad_sync = part == own_parts[-1]
-                with autocast:
-                    loss, part_counts = loss_and_counts(args, ddp_model, x[indices], y[indices])
-                # DDP divides the sum of all gradients by world_size. The factor makes of it the
-                # gradient of the mean loss of the global batch, also if parts differ in length
-                (loss * (len(indices) * world_size / global_batch)).backward()
+                # DDP: exchange gradients once, after the last part
+                with contextlib.nullcontext() if part == own_parts[-1] else no_sync():
+                    with autocast:
+                        loss, part_counts = loss_and_counts(args, ddp_model, x[indices], y[indices])
+                    # DDP divides the sum of all gradients by world_size. The factor makes of it the
+                    # gradient of the mean loss of the global batch, also if parts differ in length
+                    (loss * (len(indices) * world_size / global_batch)).backward()
                 loss_sum += len(indices) * loss.detach().double()  # on the GPU: no waiting for it
                 counts += part_counts.detach().double()
                 samples += len(indices)
@@ -252,6 +256,7 @@ def train(args):
             elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
                 rate = (step - first_step) / (now - start)
+                # The loss of rank 0's samples in this epoch; the speed since the first step
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / samples:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "
@@ -293,7 +298,7 @@ def evaluate(args, model, batches, device):
     loss_sum = counts = samples = 0
     with torch.no_grad():
         for batch in batches:
-            batch = [tensor.to(device, copy=True) for tensor in batch]  # the loss may change it
+            batch = [tensor.to(device, copy=True) for tensor in batch]  # a loss may change it
             loss, batch_counts = loss_and_counts(args, model, *batch)
             loss_sum += len(batch[0]) * loss.double()
             counts += batch_counts.double()
@@ -378,8 +383,7 @@ def setup_environment():
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: if torchrun is killed (kill -9), Linux sends SIGTERM to this process. It
-        # would go on, and keep its GPU
+        # PR_SET_PDEATHSIG: SIGTERM for this process if torchrun is killed. Otherwise it would go on
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher

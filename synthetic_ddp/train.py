@@ -11,14 +11,11 @@ with the same weights, and each computes the gradient of its share of every batc
 averages the gradients of all processes, so all make the same step, and their weights stay equal.
 The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
 
-All processes must make the same calls of ddp_model(...), backward(), evaluate(), results_of() and
-check_model(): below "if rank == 0", such a call would wait for the others until --timeout.
-
-With --checkpoint FILE, the same command resumes a run that was stopped or killed. FILE.best has the
-weights with the lowest test loss: for a result to publish, test them on a third set. SIGTERM or
-Ctrl-C stop all processes at the end of the epoch. They save, and exit with status 1, for
-slurm/synthetic.sbatch to requeue the job. Slurm, Kubernetes and torchrun kill a process 30 to 120 s
-after SIGTERM: to lose no part of a longer epoch, copy cifar10_ddp, which stops after any step.
+With --checkpoint FILE, the run saves at the end of each epoch, and the same command resumes it
+there. FILE.best has the weights with the lowest test loss: for a result to publish, test them on a
+third set. SIGTERM or Ctrl-C stop all processes at the end of the epoch, with status 1, for
+slurm/synthetic.sbatch to requeue the job. If your epochs take longer than the 30 to 120 s that
+Slurm, Kubernetes and torchrun give a process, copy cifar10_ddp, which stops after any step.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple
 nodes with Pytorch DDP".
@@ -49,8 +46,10 @@ def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+    parser.add_argument("--epochs", type=int, default=10,
+                        help="passes over the data; a resume may not change them")
+    parser.add_argument("--batch-size", type=int, default=32,
+                        help="samples per process and step; a resume keeps the global batch")
     parser.add_argument("--lr", type=float, default=0.01, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
@@ -84,6 +83,7 @@ def build_model(args):
 def build_optimizer(args, model):
     """Return the optimizer, and its scheduler, which makes a step after each epoch.
 
+    For a scheduler that makes a step after each batch, also pass len(loader), the steps per epoch.
     --lr is used as it is. With N processes, a step has N times as many samples, and an epoch has N
     times fewer steps, so a higher --lr is usual: up to N times with SGD, less with Adam.
     """
@@ -94,14 +94,15 @@ def build_optimizer(args, model):
 def loss_and_counts(args, model, inputs, labels):
     """Return the mean loss of the samples, and how many are classified correctly, as tensors.
 
-    Counts may have any shape: they are added up over all batches and processes, for metrics().
+    The loss is a mean over the samples (not over weights or tokens). The counts may have any shape:
+    they are added up over all batches and processes, for metrics().
     """
     logits = model(inputs)
     return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).sum()
 
 
 def metrics(counts, samples):
-    """Return what the log shows beside the loss, by name. counts: those of so many samples."""
+    """Return what the log shows beside the loss, by name. The counts are sums over the samples."""
     return {"accuracy": counts / samples}
 
 
@@ -115,6 +116,9 @@ def build_loader(args, data, device, batch_size, **options):
 
 
 # ---- Training ----
+# DDP: all processes must make the same calls that exchange data: ddp_model(...), backward(),
+# evaluate(), results_of(), sum_over_ranks(), check_model() and close_group(). Below "if rank == 0",
+# such a call would wait for the other processes until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
     # DDP: connect the processes. All use the flags and the checkpoint of rank 0
@@ -122,15 +126,15 @@ def train(args):
 
     torch.manual_seed(args.seed)  # DDP: all processes draw the same data
     train_set, test_set = load_data(args)
-    # DDP: more processes make larger steps. A resumed run keeps its own: on fewer processes, each
-    # takes a larger share
+    # DDP: a step has more samples on more processes. But a resumed run keeps its global batch: on
+    # fewer processes, each has a larger share
     global_batch = checkpoint.get("global_batch", args.batch_size * world_size)
     if global_batch % world_size or global_batch > len(train_set):
         sys.exit(f"error: a step takes {global_batch} of {len(train_set)} samples, in equal shares "
                  f"for {world_size} processes: start fewer, or use a smaller --batch-size (in a "
                  "new run: a resumed run keeps its steps)")
-    # DDP: rank 1 of 4 takes the samples 1, 5, 9, ... of an epoch's order. seed + epoch seeds the
-    # order: with 1000, runs with other values of --seed have other orders
+    # DDP: the samples are shuffled, and rank 1 of 4 takes the samples 1, 5, 9, ... of their order,
+    # which seed + epoch determines (times 1000, so that each --seed has other orders)
     sampler = DistributedSampler(train_set, world_size, rank, seed=1000 * args.seed, drop_last=True)
     loader = build_loader(args, train_set, device, global_batch // world_size, sampler=sampler,
                           drop_last=True)  # each epoch leaves out some samples, different ones
@@ -140,6 +144,7 @@ def train(args):
 
     model = build_model(args).to(device)
     optimizer, scheduler = build_optimizer(args, model)
+    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     # A resume may not change these: optimizer and scheduler keep their rates and number of epochs
     run = {"epochs": args.epochs, "lr": args.lr, "seed": args.seed, "samples": len(train_set)}
@@ -165,8 +170,8 @@ def train(args):
     for epoch in range(epochs_done, args.epochs):
         start = time.perf_counter()
         sampler.set_epoch(epoch)  # DDP: another order in each epoch, the same in all processes
-        # DDP: other random numbers in each process, for dropout. Seeded anew, so that a resumed run
-        # draws the same. (hash() of numbers is always the same)
+        # DDP: each process has other random numbers (for dropout). They begin anew in each epoch,
+        # so that a resumed run has the same. (hash() of numbers is the same in all processes)
         torch.manual_seed(hash((args.seed, epoch, rank)))
         model.train()
         loss_sum = counts = samples = 0  # of this process
@@ -192,9 +197,9 @@ def train(args):
         # DDP: if one process that has received a signal stopped alone, the others would wait for it
         [stop] = sum_over_ranks(len(signals))
         if rank == 0 and args.checkpoint:
-            loss = (test_results or results)["loss"]  # without test samples, the training loss
-            is_best = loss < best_loss
-            best_loss = min(best_loss, loss)
+            test_loss = (test_results or results)["loss"]  # the training loss, without a test set
+            is_best = test_loss < best_loss
+            best_loss = min(best_loss, test_loss)
             states = {name: item.state_dict() for name, item in saved.items()}
             states.update(run=run, epochs_done=epoch + 1, best_loss=best_loss,
                           global_batch=global_batch)
@@ -210,7 +215,7 @@ def train(args):
 def evaluate(args, model, batches, device):
     """Return the loss and the metrics of all processes' samples. batches: those of this one."""
     for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # DDP: BatchNorm's averages are of each process's own samples
+        dist.broadcast(buffer, 0)  # DDP: all use rank 0's averages of BatchNorm
     model.eval()
     loss_sum = counts = samples = 0
     with torch.no_grad():
@@ -249,7 +254,7 @@ def show(results):
 def form_group(args):
     """Connect all processes. Return args, rank, world size, device, checkpoint ({} if none).
 
-    args and checkpoint come from rank 0: another machine may have other flags, and no file.
+    args and checkpoint come from rank 0: another machine may not have the file.
     """
     rank, local_rank, world_size = setup_environment()
     device = torch.device("cpu")
@@ -274,8 +279,7 @@ def setup_environment():
     env = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in env
     if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: if torchrun is killed (kill -9), Linux sends SIGTERM to this process. It
-        # would go on, and keep its GPU
+        # PR_SET_PDEATHSIG: SIGTERM for this process if torchrun is killed. Otherwise it would go on
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
     launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
@@ -298,7 +302,7 @@ class Loader(DataLoader):
     """
 
     def __iter__(self):
-        time.sleep(0.1)  # a process that starts while a thread of gloo works may hang in Python
+        time.sleep(0.1)  # a process that starts while gloo's threads work may hang (seen once)
         signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also in processes that start now
         iterator = super().__iter__()
@@ -372,7 +376,7 @@ def log(message):
 def main():
     try:
         train(parse_args())
-    finally:  # multiprocessing would wait for the loader's processes, which ignore SIGTERM
+    finally:  # after an exception, Python would wait for the loader's processes for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
         for process in mp.active_children():
             process.kill()

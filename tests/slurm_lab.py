@@ -16,11 +16,12 @@ from pathlib import Path
 
 INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
-# What takes the place of ssh and scp, as there is no server, and of apt-get.
+# What takes the place of ssh and scp, as there is no server, of apt-get, and of sleep.
 STAND_INS = {
     "ssh": 'exec nsenter --target "$(cat "$LAB/$1")" --net --uts --mount --ipc --pid bash -c "$2"',
     "scp": 'to=${*: -1}; cp "${@:1:$#-1}" "/proc/$(cat "$LAB/${to%%:*}")/root${to#*:}"',
     "apt-get": '[[ $1 = update ]] || dpkg --status "${@:3}" >/dev/null',
+    "sleep": "",    # `service slurmd restart` waits for the end of a daemon that does not run yet
 }
 # Shorter waits, and more hardware than there is.
 SETTINGS = """
@@ -30,7 +31,7 @@ LaunchParameters=use_interactive_step   # a shell of salloc runs on the first no
 ProctrackType=proctrack/linuxproc   # cgroups v2 require a systemd per node
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SlurmdTimeout=5                     # a lost node is down sooner
-KillWait=15                         # what hangs is killed sooner
+KillWait=10                         # what hangs is killed sooner
 AuthInfo=cred_expire=5              # a requeued job waits 7 s, not 121
 JobRequeue=0                        # unless a job requests it
 MinJobAge=3600                      # ended jobs stay visible

@@ -25,8 +25,8 @@ RESUMED = ("cifar10", "cifar10-srun", "cpu", "cpu-container", "fashionmnist", "s
 PLAIN = ("mnist",)
 LINEAR = "--epochs 4 --samples 256"
 IMAGES = "--epochs 1 --fake-data 32 --batch-size 8"
-# 160 epochs of a step of 2 processes, a log line and a checkpoint each.
-LONG = "--epochs 160 --samples 64"
+# 80 epochs of a step of 2 processes, a log line and a checkpoint each.
+LONG = "--epochs 80 --samples 64"
 
 # What a notebook leaves in the shell.
 LEFT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
@@ -82,8 +82,11 @@ main()' "$@"
 # Copies for jobs that are disturbed.
 SLOW = """
 starts = os.environ.get("SLOW_STARTS") or os.environ["SLURM_ARRAY_TASK_ID"]
-if int(os.environ.get("SLURM_RESTART_COUNT") or 0) < int(starts):
-    time.sleep(float(os.environ.get("STOP_SECONDS") or 0) if stop else 0.5)
+restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+if restarts < int(starts):
+    time.sleep(1)
+if stop and restarts == 0:
+    time.sleep(float(os.environ.get("STOP_SECONDS") or 0))
 """
 LATE = """
 print("importing", flush=True)
@@ -93,7 +96,7 @@ if "SLURM_RESTART_COUNT" not in os.environ:
 COPIES = {  # file: of which script, and the edit
     "slow.py": ("cpu_ddp", 'before "if rank == 0 and args.checkpoint"', SLOW),
     "late.py": ("cpu_ddp", 'after "from datetime import timedelta"', LATE),
-    "bug.py": ("cpu_ddp", 'before "if rank == 0 and args.checkpoint"', "assert epoch < 70"),
+    "bug.py": ("cpu_ddp", 'before "if rank == 0 and args.checkpoint"', "assert epoch < 35"),
     "mine/slow.py": ("slow.py", 'after "from datetime import timedelta"', "import beside"),
 }
 
@@ -184,6 +187,23 @@ def test_a_node_without_the_python_of_the_environment_ends_the_job(tmp_path):
                           env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=30)
     assert done.returncode != 0, f"the job goes on, with {done.stdout}"
     assert ".venv/bin/python: " in done.stderr, f"the error names no file:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("saved, shown", [(True, "requeue 7\n"), (False, "")])
+def test_only_a_job_that_has_saved_is_requeued_while_squeue_fails(tmp_path, saved, shown):
+    write_program(tmp_path / "squeue", "exit 1")
+    write_program(tmp_path / "timeout", 'exec /usr/bin/timeout 1 "${@:2}"')  # not 10 minutes
+    write_program(tmp_path / "scontrol", 'echo "$@"')
+    (tmp_path / "my.pt").touch()
+    before = "none" if saved else "$(stat -Lc %y my.pt)"
+    requeue = part(text_of("cifar10.sbatch"), "# srun was stopped", "\nexit 1")
+    done = subprocess.run(["bash", "-euc", f"checkpoint=my.pt\nbefore={before}\n{requeue}"],
+                          cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin",
+                                             "SLURM_JOB_ID": "7"},
+                          capture_output=True, text=True, timeout=30)
+    assert done.stdout == shown, (
+        f"squeue fails, the job has {'' if saved else 'not '}saved, and its file runs scontrol "
+        f"{done.stdout!r}, not {shown!r}:\n{done.stderr}")
 
 
 # --- the lab ---
@@ -417,7 +437,7 @@ def lost_node(lab):
 
 
 def time_limit(lab):
-    """Two of them. The run stops 35 s after the signal (torchrun's own limit is 30).
+    """Two of them. The first time, the run stops 35 s after the signal (torchrun's limit is 30).
 
     The checkpoint is a link, and not beside the script. Meanwhile, the script is edited: only a new
     job runs that.
@@ -469,7 +489,7 @@ def preempted(lab):
 
 def array(lab):
     """Two tasks. Task 1 is stopped when task 0 has completed, and its job id is the array's."""
-    array = lab.sbatch(f"--nodes=2 --array=0-1 slurm/cifar10.sbatch {LONG}", SCRIPT="slow.py")
+    array = lab.sbatch(f"-c2 --array=0-1 slurm/cifar10-srun.sbatch {LONG}", SCRIPT="slow.py")
     wait_for_epochs(lab, f"{array}_1")
     lab.wait_for_state(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
@@ -512,7 +532,7 @@ def cancelled(lab):
     assert state == "CANCELLED", f"a cancelled job is {state}:\n{output}"
     begin = int(re.findall(STARTED, output)[-1])
     end = load_checkpoint(lab.folder / f"cifar10-srun-{job}.pt")["epochs_done"]
-    assert 0 < begin < end < 160, f"resumed at {begin}, checkpoint of epoch {end}:\n{output}"
+    assert 0 < begin < end < 80, f"resumed at {begin}, checkpoint of epoch {end}:\n{output}"
 
 
 DISTURBED = {function.__name__: function for function in (
@@ -561,7 +581,7 @@ TRAINED = {
                        "^saved step 2 in .*/mine/cifar10-", 1,
                        {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, inside="cd mine &&"),
     "synthetic": Trained(f"--gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}", "^world size 2"),
-    "clocks": Trained(f"--nodes=2 slurm/cpu.sbatch {LINEAR}", "^world size 4|^epoch 4/4", 2,
+    "clocks": Trained(f"--nodes=2 -c1 slurm/cpu.sbatch {LINEAR}", "^world size 2|^epoch 4/4", 2,
                       {"VIRTUAL_ENV": "behind"}),
     "behind the file": Trained("slurm/cpu.sbatch --cpus-per-task=2", "error: .*--cpus-per-task",
                                2, state="FAILED"),
