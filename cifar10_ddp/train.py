@@ -373,7 +373,7 @@ def evaluate(args, model, batches, device):
             counts += batch_counts.double()
             samples += len(batch[0])
     for module, training in modes.items():  # as before: some may be frozen
-        module.training = training
+        module.train(training)
     return results_of(loss_sum, counts, samples)
 
 

@@ -43,8 +43,7 @@ quick=(
     tests/test_slurm.py::test_torchrun_waits_for_a_save_and_ends_before_the_time_limit
     tests/test_slurm.py::test_a_node_without_the_python_of_the_environment_ends_the_job
     tests/test_check_copy.py::test_a_script_as_it_is_passes
-    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-sets drawn alike]'
-    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a sum in training]'
+    'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-no stop]'
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-model.module]'
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a counter]'
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-a random evaluation]'
