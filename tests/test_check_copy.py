@@ -708,7 +708,7 @@ def loss_and_counts(args, model, images, targets):
 """
 LISTS = [(f'instead of "{line}"', "pass") for line in (
     "batch = [tensor.to(device, non_blocking=True) for tensor in batch]",
-    "batch = [tensor.to(device, copy=True) for tensor in batch]")]
+    "batch = [tensor.to(device) for tensor in batch]")]
 BERT = """
 class Heads(nn.Module):
     def __init__(self):
