@@ -82,7 +82,7 @@ def test_several_processes_train_as_one(tmp_path, single, loader, nproc):
 
 def test_without_ddp_each_process_trains_a_model_of_its_own(tmp_path):
     """The page's example of a line to delete. Nothing but the numbers shows that it is missing."""
-    first, last = re.search(r"Without line 4 .*?falls from\s+(\S+) to (\S+) and", PAGE,
+    first, last = re.search(r"Delete a line.*?falls from\s+(\S+)\s+to\s+(\S+), but", PAGE,
                             re.DOTALL).groups()
     code = re.sub(r"^ddp_model = .*\n", "", side(LISTING, "+"), flags=re.MULTILINE)
     trained = train(code.replace("ddp_model(", "model("), tmp_path / "ddp", launcher="torchrun",
