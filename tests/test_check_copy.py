@@ -60,7 +60,7 @@ def check(copy, *flags):
     """Return the exit status and the text of check_copy.py."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
         patch.setattr(check_copy, "start", Forked)
-        patch.setattr(check_copy, "WAIT", 6)
+        patch.setattr(check_copy, "WAIT", 12)
         patch.setattr(sys, "argv", ["check_copy.py", str(copy), *flags])
         check_copy.said.clear()
         check_copy.notes.clear()

@@ -79,7 +79,7 @@ def test_killed_at_random_and_resumed_exactly(share, script, launcher, nproc, fl
     if script in STEP_SCRIPTS:
         flags += ("--save-every", seconds / 600, "--log-every", 1)
     flags += ("--checkpoint", checkpoint)
-    ways = [*WAYS, *chance.choices(WAYS, k=kills)][:kills]
+    ways = [*chance.sample(WAYS, len(WAYS)), *chance.choices(WAYS, k=kills)][:kills]
     counts = Counter()
     while ways:  # a run: it ends when it has been disturbed five times, or before by itself
         checkpoint.unlink(missing_ok=True)

@@ -327,7 +327,6 @@ def start_spawn(checkpoint):
 
 @pytest.mark.parametrize("name, words", [
     ("SIGTERM", "stopped by a signal after step"),  # kill PID
-    ("SIGHUP", "stopped by a signal after step"),  # to python alone, too
     ("SIGINT", "stopped by a signal after step"),  # Ctrl-C: the terminal's, to all processes
     ("SIGKILL", "error: .*SIGKILL"),  # to a worker, by the kernel, where memory is short
 ])
