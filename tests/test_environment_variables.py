@@ -104,7 +104,8 @@ def test_mp_spawns_port_cannot_be_taken(tmp_path):
 def test_processes_of_mp_spawn_share_the_cores():
     cores = torch.get_num_interop_threads()  # torch.get_num_threads() is 1 in these tests
     threads = max(1, cores // 2)
-    _, text = run("fashionmnist_ddp", *"--fake-data 8 --epochs 0".split(), launcher="spawn", nproc=2)
+    flags = "--fake-data 8 --epochs 0".split()
+    _, text = run("fashionmnist_ddp", *flags, launcher="spawn", nproc=2)
     assert f"threads {threads} " in text, (
         f"each of 2 processes on {cores} cores has not {threads} threads:\n{text}")
 
