@@ -396,8 +396,8 @@ def read_image(path, size):
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "gray"), image)
             return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:
-        raise RuntimeError(f"cannot read the image {path}: {error}. To resume, replace the file: "
-                           "without it, the data are others") from error
+        raise RuntimeError(f"cannot read the image {path}: {error}. Replace it: a run can only be "
+                           "resumed with the same number of images") from error
 
 
 class SeededData(Dataset):
