@@ -5,7 +5,7 @@
 # and other runs' checkpoints are refused; a stopped run resumes exactly. Where there are GPUs, it
 # trains on them.
 #
-# With --all, run all tests: 20 minutes in .ci/run. Also kills, launchers, a Slurm of several nodes,
+# With --all, run all tests: 14 minutes in .ci/run. Also kills, launchers, a Slurm of several nodes,
 # images, pods, setting up. The end of the output lists what this machine cannot run, with the
 # command that enables it.
 #
