@@ -22,18 +22,15 @@ processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a clo
 all processes after the same step. They save, and exit with status 1; slurm/cifar10.sbatch
 requeues the job.
 
-To train something else, edit the functions above train(). You need not read the last part, which
-starts, connects, saves and stops the processes. In the repository of this file,
-fashionmnist_ddp/make-it-yours.md has code for best weights, F1, clipping and more, and
-tests/check_copy.py checks that your copy gives the same results on one process, on two, and after a
-stop and a resume.
+To train something else, edit the functions above train(). The repository of this file also has code
+for best weights, F1, clipping and more (fashionmnist_ddp/make-it-yours.md), and a check of your
+copy (tests/check_copy.py): are its results the same on one process, on two, and after a resume?
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
 """
 import argparse
 import contextlib
-import ctypes
 import functools
 import json
 import math
@@ -183,19 +180,11 @@ def transforms(args, train_set):
     elif args.image_folder:
         steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
     else:
-        steps = [shift_and_flip if train_set else v2.ToImage()]
-        if size != 32 or not train_set:  # for other images than CIFAR-10's, which have 32 pixels
+        crop = v2.RandomCrop(32, padding=4, padding_mode="reflect")  # shifts by up to 4 pixels
+        steps = [crop, v2.RandomHorizontalFlip()] if train_set else [v2.ToImage()]
+        if size != 32:
             steps.append(v2.Resize(size))
     return v2.Compose(steps)
-
-
-def shift_and_flip(image, label):
-    """Shift an image (C, H, W) by up to 4 pixels, and flip it, at random: faster than v2."""
-    _, height, width = image.shape
-    padded = F.pad(image.float(), (4, 4, 4, 4), "reflect")
-    top, left = random.randrange(9), random.randrange(9)
-    image = padded[:, top:top + height, left:left + width].to(image.dtype)
-    return (image.flip(2) if random.random() < 0.5 else image), label
 
 
 def normalize(images):
@@ -302,7 +291,7 @@ def train(args):
                 batch = [tensor.to(device, non_blocking=True) for tensor in batch]
                 # DDP: each part has other random numbers (dropout), the same ones after a resume.
                 # (hash() of numbers is the same everywhere)
-                seed_step(hash((args.seed, step, part)), device)
+                torch.manual_seed(hash((args.seed, step, part)))
                 # DDP: exchange gradients once, after the last part
                 with contextlib.nullcontext() if part == own_parts[-1] else no_sync():
                     with autocast:
@@ -323,8 +312,7 @@ def train(args):
             elif rank == 0 and now - log_time >= args.log_every:
                 log_time = now
                 rate = (step - first_step) / (now - start)
-                # The loss of rank 0's samples in this epoch. The mean speed since the first step,
-                # with evaluations
+                # The loss of rank 0 in this epoch; the speed since the first step, with evaluations
                 log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
                     f"loss {loss_sum / samples:.4f}  "
                     f"{rate * global_batch:,.0f} images/s  "
@@ -355,13 +343,9 @@ def train(args):
 
 
 def evaluate(args, model, batches, device):
-    """Return the mean loss and the metrics of the samples of all processes, as floats by name.
-
-    batches are the test batches of this process.
-    """
-    if dist.get_world_size() > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)  # DDP: BatchNorm's statistics are of a process's own samples
+    """Return the loss and the metrics of all processes' samples. batches: those of this process."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)  # DDP: BatchNorm's statistics are of a process's own samples
     modes = {module: module.training for module in model.modules()}
     model.eval()
     loss_sum = counts = samples = 0
@@ -432,7 +416,9 @@ def batch_keys(args, images, global_batch, step, own_parts, parts):
 
 def build_loader(args, data, transform, device, **batches):
     """Return a DataLoader of transformed samples. batches: its options for keys and batch size."""
-    workers = min(8, cores_per_process()) if args.workers is None else args.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
+    workers = args.workers if args.workers is not None else max(1, min(8, cores // processes))
     # With other start methods, loader processes import PyTorch first, and a signal then ends them.
     # Python 3.14's forkserver also keeps them alive at the end
     context = "fork" if workers and sys.platform == "linux" else None
@@ -468,8 +454,11 @@ def form_group(args):
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
         prepare_data(args)
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
-    configure(device)
     cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
                             device_id=device if cuda else None, world_size=world_size,
@@ -486,14 +475,10 @@ def form_group(args):
 def setup_environment():
     """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
     env = os.environ
-    torchrun = "TORCHELASTIC_RUN_ID" in env
-    if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: SIGTERM for this process if torchrun is killed. Otherwise it would go on
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
+    other_launcher = "TORCHELASTIC_RUN_ID" in env or int(env.get("WORLD_SIZE", 1)) > tasks
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if tasks > 1 and not launched and not shell:  # srun python train.py
+    if tasks > 1 and not other_launcher and not shell:  # srun python train.py
         # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
         env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
@@ -514,31 +499,13 @@ def pick_device(local_rank):
     return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
 
-def configure(device):
-    """Use this GPU, at its fastest."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-
-
-def cores_per_process():
-    """Return this process's share of the cores of its machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def sum_over_ranks(*sums):
-    """Return each of the sums, added up over all ranks. A rank that has no samples adds zeros."""
-    own = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)  # not all_reduce: such a rank has counts of no shape
-    return [sum(values) for values in zip(*of_ranks)]
-
-
 def results_of(loss_sum, counts, samples):
     """Return the mean loss and the metrics of all processes' samples, by name ({} if none)."""
-    loss_sum, counts, samples = sum_over_ranks(loss_sum, counts, samples)
+    sums = loss_sum, counts, samples
+    sums = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sums)  # not all_reduce: a rank may have 0 for its counts
+    loss_sum, counts, samples = (sum(values) for values in zip(*of_ranks))
     if not samples:
         return {}
     means = {"loss": loss_sum / samples, **metrics(counts, samples)}
@@ -548,13 +515,6 @@ def results_of(loss_sum, counts, samples):
 def show(results):
     """Return results as text, for the log."""
     return "  ".join(f"{name} {value:.4f}" for name, value in results.items()) or "no samples"
-
-
-def seed_step(seed, device):
-    """Seed this process's random numbers: torch.manual_seed, for all kinds of devices, is slow."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 def choose_global_batch(args, checkpoint, samples, world_size):
@@ -599,10 +559,7 @@ def norms_of(saved):
 
 
 def check_weights(saved):
-    """Exit unless the weights are equal in all processes.
-
-    They differ if model(x) is called, not ddp_model(x): then no gradients are averaged.
-    """
+    """Exit if the processes have different weights: then no gradients were averaged."""
     norms = norms_of(saved)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
@@ -671,8 +628,7 @@ def restore(checkpoint, settings, saved):
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # OSError: the pipe is closed (| head). ValueError: an encoding. RuntimeError: a signal
-        # handler prints during a print
+        # The pipe is closed (| head); an encoding; a signal handler prints during a print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 

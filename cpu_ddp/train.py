@@ -23,7 +23,6 @@ Minutes (CPU)" (Kubernetes) of awsome-distributed-training.
 """
 import argparse
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -168,14 +167,10 @@ def form_group(args):
 def setup_environment():
     """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
     env = os.environ
-    torchrun = "TORCHELASTIC_RUN_ID" in env
-    if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: SIGTERM for this process if torchrun is killed. Otherwise it would go on
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
+    other_launcher = "TORCHELASTIC_RUN_ID" in env or int(env.get("WORLD_SIZE", 1)) > tasks
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if tasks > 1 and not launched and not shell:  # srun python train.py
+    if tasks > 1 and not other_launcher and not shell:  # srun python train.py
         # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
         env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
@@ -201,10 +196,7 @@ def collect_signals():
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and equal in all processes.
-
-    They differ if model(x) is called, not ddp_model(x): then no gradients are averaged.
-    """
+    """Exit unless the weights are finite, and equal in all processes."""
     norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
@@ -243,8 +235,7 @@ def close_group():
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # OSError: the pipe is closed (| head). ValueError: an encoding. RuntimeError: a signal
-        # handler prints during a print
+        # The pipe is closed (| head); an encoding; a signal handler prints during a print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 

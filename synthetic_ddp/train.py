@@ -22,7 +22,6 @@ nodes with Pytorch DDP".
 """
 import argparse
 import contextlib
-import ctypes
 import math
 import os
 import re
@@ -117,8 +116,8 @@ def build_loader(args, data, device, batch_size, **options):
 
 # ---- Training ----
 # DDP: all processes must make the same calls that exchange data: ddp_model(...), backward(),
-# evaluate(), results_of(), sum_over_ranks(), check_model() and close_group(). Below "if rank == 0",
-# such a call would wait for the other processes until --timeout.
+# evaluate(), results_of(), dist.all_reduce(...), check_model() and close_group(). Below
+# "if rank == 0", such a call would wait for the other processes until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
     # DDP: connect the processes. All use the flags and the checkpoint of rank 0
@@ -195,7 +194,8 @@ def train(args):
 
         check_model(model)
         # DDP: if one process that has received a signal stopped alone, the others would wait for it
-        [stop] = sum_over_ranks(len(signals))
+        stop = torch.tensor(len(signals))
+        dist.all_reduce(stop)
         if rank == 0 and args.checkpoint:
             test_loss = (test_results or results)["loss"]  # the training loss, without a test set
             is_best = test_loss < best_loss
@@ -213,7 +213,7 @@ def train(args):
 
 
 def evaluate(args, model, batches, device):
-    """Return the loss and the metrics of all processes' samples. batches: those of this one."""
+    """Return the loss and the metrics of all processes' samples. batches: those of this process."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)  # DDP: all use rank 0's averages of BatchNorm
     model.eval()
@@ -228,17 +228,13 @@ def evaluate(args, model, batches, device):
     return results_of(loss_sum, counts, samples)
 
 
-def sum_over_ranks(*sums):
-    """Return each of the sums, added up over all ranks. A rank that has no samples adds zeros."""
-    own = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)  # not all_reduce: such a rank has counts of no shape
-    return [sum(values) for values in zip(*of_ranks)]
-
-
 def results_of(loss_sum, counts, samples):
     """Return the mean loss and the metrics of all processes' samples, by name ({} if none)."""
-    loss_sum, counts, samples = sum_over_ranks(loss_sum, counts, samples)
+    sums = loss_sum, counts, samples
+    sums = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sums)  # not all_reduce: a rank may have 0 for its counts
+    loss_sum, counts, samples = (sum(values) for values in zip(*of_ranks))
     if not samples:
         return {}
     means = {"loss": loss_sum / samples, **metrics(counts, samples)}
@@ -277,14 +273,10 @@ def form_group(args):
 def setup_environment():
     """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
     env = os.environ
-    torchrun = "TORCHELASTIC_RUN_ID" in env
-    if torchrun and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: SIGTERM for this process if torchrun is killed. Otherwise it would go on
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    launched = torchrun or int(env.get("WORLD_SIZE", 1)) > tasks  # by another launcher
+    other_launcher = "TORCHELASTIC_RUN_ID" in env or int(env.get("WORLD_SIZE", 1)) > tasks
     shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if tasks > 1 and not launched and not shell:  # srun python train.py
+    if tasks > 1 and not other_launcher and not shell:  # srun python train.py
         # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
         first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
         env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
@@ -325,10 +317,7 @@ def collect_signals():
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and equal in all processes.
-
-    They differ if model(x) is called, not ddp_model(x): then no gradients are averaged.
-    """
+    """Exit unless the weights are finite, and equal in all processes."""
     norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
@@ -367,8 +356,7 @@ def close_group():
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # OSError: the pipe is closed (| head). ValueError: an encoding. RuntimeError: a signal
-        # handler prints during a print
+        # The pipe is closed (| head); an encoding; a signal handler prints during a print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 

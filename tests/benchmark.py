@@ -129,7 +129,10 @@ def run_program(name, script, flags):
         args.bf16 = False
         torch.set_num_threads(max(1, CORES // nproc))
     else:
-        module.configure(device)
+        if GPUS:
+            torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     model, optimizer = build_model(script, module, args, device, args.batch_size * nproc)
     data, _ = module.load_data(args)

@@ -895,7 +895,7 @@ def check_ranks(first, second):
     if different:
         check("what is saved is the same on all processes", False, f"these differ: "
               f"{some(different)}. Compute them from results of all ranks, as evaluate() and "
-              "sum_over_ranks() return them")
+              "results_of() return them")
 
 
 def check_loss(seen, problems):

@@ -772,7 +772,7 @@ for turn, (turns_model, turns_optimizer) in enumerate(((ddp_model, optimizer),
     turns_optimizer.zero_grad()
     for part in own_parts:
         indices = batch[part::parts]
-        seed_step(hash((args.seed, step, part, turn)), device)
+        torch.manual_seed(hash((args.seed, step, part, turn)))
         turns_model.require_backward_grad_sync = part == own_parts[-1]
         noise = torch.randn(len(indices), 8)
         if turn == 0:
@@ -894,7 +894,7 @@ def load_data(args):
         model("model = nn.Sequential(model, nn.Dropout())"),
         ('instead of "for part in own_parts:"', """
         indices = batch[rank::world_size]
-        seed_step(hash((args.seed, step, rank)), device)
+        torch.manual_seed(hash((args.seed, step, rank)))
         loss, share_counts = loss_and_counts(args, ddp_model, x[indices], y[indices])
         (loss * (len(indices) * world_size / global_batch)).backward()
         loss_sum += len(indices) * loss.detach().double()

@@ -16,7 +16,7 @@ from collections import Counter
 import pytest
 from checkpoints import assert_equal, difference, load_checkpoint
 from forked import train_to_end
-from launchers import start, wait_until_gone
+from launchers import start
 from scripts import STEP_SCRIPTS
 
 KILLS = [  # how many of 20 kills, script, launcher, processes, flags
@@ -107,18 +107,7 @@ def test_killed_at_random_and_resumed_exactly(share, script, launcher, nproc, fl
                          f"{name}, after {dict(counts)}, beside an undisturbed run: the checkpoint")
         found = difference(checkpoint, undisturbed)  # DDP's first step adds up in another order
         assert found < 1e-6, f"{name}, after {dict(counts)}: weights differ by {found}"
+        if not ways and not counts["resumed"]:  # all were disturbed before they saved
+            ways.append("SIGTERM")
     assert counts["resumed"] > 0, f"no start of {name} has resumed: {dict(counts)}"
     print(f"{name}: all runs ended with equal weights after {dict(counts)}")
-
-
-# --- torchrun ---
-def test_workers_of_a_killed_torchrun_save_and_end(tmp_path):
-    """On Linux, the kernel sends them SIGTERM."""
-    with start("cpu_ddp", "--epochs", 5000, "--checkpoint", tmp_path / "run.pt",
-               launcher="torchrun", nproc=2) as job:
-        job.wait_for(r"epoch 2/")
-        job.send(signal.SIGKILL)
-        wait_until_gone(job, "workers of a killed torchrun")
-        text = job.text
-    assert "stopped by a signal" in text, f"workers of a killed torchrun must stop\n{text}"
-    assert (tmp_path / "run.pt").exists(), f"workers of a killed torchrun must save\n{text}"

@@ -235,7 +235,7 @@ def test_loss_and_metric_need_not_be_detached(script):
         use_small_model(module)
         loss_and_counts = module.loss_and_counts
         module.loss_and_counts = lambda *batch: 2 * loss_and_counts(*batch)[:1]  # the loss, twice
-        watch(module, "sum_over_ranks", lambda *sums: graphs.append(
+        watch(module, "results_of", lambda *sums: graphs.append(
             [total.requires_grad for total in sums[:2]]))
         return graphs
 
