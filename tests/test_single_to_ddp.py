@@ -103,6 +103,7 @@ def test_gpus_train_as_one_process(tmp_path, single):
 # ---- README's first screen ----
 AROUND = """
 import os
+import time
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -120,7 +121,8 @@ def Model():
 
 
 """
-TO_CPU = {'"nccl"': '"gloo"', "torch.cuda.set_device(": "int(", '"cuda"': '"cpu"'}
+TO_CPU = {'"nccl"': '"gloo"', "torch.cuda.set_device(": "int(", '"cuda"': '"cpu"',
+          "dist.destroy": "time.sleep(0.5)\ndist.destroy"}  # as on cpu_ddp's page: gloo needs it
 
 
 def test_the_diff_on_readme_trains_as_one_process_on_two(tmp_path):
