@@ -235,7 +235,7 @@ def close_group():
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # The pipe is closed (| head); an encoding; a signal handler prints during a print
+        # OSError: a closed pipe (| head). ValueError: an encoding. RuntimeError: a signal's print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 

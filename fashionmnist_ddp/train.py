@@ -20,9 +20,9 @@ processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a clo
 all processes after the same step. They save, and exit with status 1; slurm/fashionmnist.sbatch
 requeues the job.
 
-To train something else, edit the functions above train(). The repository of this file also has code
-for best weights, F1, clipping and more (fashionmnist_ddp/make-it-yours.md), and a check of your
-copy (tests/check_copy.py): are its results the same on one process, on two, and after a resume?
+To train something else, edit the functions above train(). You need not read the last part. The
+repository of this file has code for best weights, F1, clipping and more, in
+fashionmnist_ddp/make-it-yours.md, and a check of your copy, tests/check_copy.py.
 
 Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 """
@@ -547,7 +547,7 @@ def restore(checkpoint, settings, saved):
 def log(message):
     """Print on rank 0. A run does not end because it cannot print."""
     if os.environ.get("RANK", "0") == "0":
-        # The pipe is closed (| head); an encoding; a signal handler prints during a print
+        # OSError: a closed pipe (| head). ValueError: an encoding. RuntimeError: a signal's print
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             print(message, flush=True)
 
