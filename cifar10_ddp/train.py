@@ -19,12 +19,12 @@ any number of GPUs.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a closed terminal stop
-all processes after the same step. They save, and exit with status 1; slurm/cifar10.sbatch
-requeues the job.
+all processes after the same step: they save, and exit with status 1. In Slurm, --signal=TERM@120
+sends SIGTERM; then call scontrol requeue if FILE is new (as slurm/cifar10.sbatch does).
 
 To train something else, edit the functions above train(). You need not read the last part. The
-repository of this file has code for best weights, F1, clipping and more, in
-fashionmnist_ddp/make-it-yours.md, and a check of your copy, tests/check_copy.py.
+repository of this file also has code for best weights, F1, clipping and more, and a check of your
+copy.
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
@@ -227,8 +227,8 @@ def train(args):
     global_batch = choose_global_batch(args, checkpoint, images, world_size)
     steps_per_epoch = images // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
-    # Gradient accumulation: a batch is divided into parts of at most --batch-size samples, and each
-    # process computes every world_size-th part
+    # DDP and gradient accumulation: a batch is divided into parts of at most --batch-size samples.
+    # Of 8 parts on 2 processes, rank 0 computes the parts 0, 2, 4 and 6, and rank 1 the others
     parts = world_size * math.ceil(global_batch / (world_size * args.batch_size))
     own_parts = range(rank, min(parts, global_batch), world_size)
 
@@ -559,7 +559,7 @@ def norms_of(saved):
 
 
 def check_weights(saved):
-    """Exit if the processes have different weights: then no gradients were averaged."""
+    """Exit if the norms of weights differ by process: then no gradients were averaged."""
     norms = norms_of(saved)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)

@@ -17,12 +17,12 @@ the same --lr. With --global-batch N, a step has N images on any number of GPUs.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
 processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a closed terminal stop
-all processes after the same step. They save, and exit with status 1; slurm/fashionmnist.sbatch
-requeues the job.
+all processes after the same step: they save, and exit with status 1. In Slurm, --signal=TERM@120
+sends SIGTERM; then call scontrol requeue if FILE is new (as slurm/fashionmnist.sbatch does).
 
 To train something else, edit the functions above train(). You need not read the last part. The
-repository of this file has code for best weights, F1, clipping and more, in
-fashionmnist_ddp/make-it-yours.md, and a check of your copy, tests/check_copy.py.
+repository of this file also has code for best weights, F1, clipping and more, and a check of your
+copy.
 
 Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 """
@@ -179,15 +179,15 @@ def train(args):
     random.seed(args.seed)
     (x, y), test_set = load_data(args)
     assert len(x) == len(y), "each input needs a label"
-    x, y = x.to(device), y.to(device)  # all samples, on each GPU. For more data, copy cifar10_ddp
+    x, y = x.to(device), y.to(device)  # all samples, on each GPU: they must fit its memory
     # DDP: each process tests every world_size-th sample, so each sample once. It may have none
     test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
     test_batches = [batch for batch in zip(test_x, test_y) if len(batch[0])]
     global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
     steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
     total_steps = args.epochs * steps_per_epoch
-    # Gradient accumulation: a batch is divided into parts of at most --batch-size samples, and each
-    # process computes every world_size-th part
+    # DDP and gradient accumulation: a batch is divided into parts of at most --batch-size samples.
+    # Of 8 parts on 2 processes, rank 0 computes the parts 0, 2, 4 and 6, and rank 1 the others
     parts = world_size * math.ceil(global_batch / (world_size * args.batch_size))
     own_parts = range(rank, min(parts, global_batch), world_size)
 
@@ -468,7 +468,7 @@ def norms_of(saved):
 
 
 def check_weights(saved):
-    """Exit if the processes have different weights: then no gradients were averaged."""
+    """Exit if the norms of weights differ by process: then no gradients were averaged."""
     norms = norms_of(saved)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)

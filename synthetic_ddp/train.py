@@ -317,7 +317,7 @@ def collect_signals():
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and equal in all processes."""
+    """Exit unless the weights are finite, and their norms equal in all processes."""
     norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
