@@ -14,8 +14,9 @@ The lines that do this are marked with "DDP:". The number of a process, from 0, 
 With --checkpoint FILE, the run saves at the end of each epoch, and the same command resumes it
 there. FILE.best has the weights with the lowest test loss: for a result to publish, test them on a
 third set. SIGTERM or Ctrl-C stop all processes at the end of the epoch, with status 1, for
-slurm/synthetic.sbatch to requeue the job. If your epochs take longer than the 30 to 120 s that
-Slurm, Kubernetes and torchrun give a process, copy cifar10_ddp, which stops after any step.
+slurm/synthetic.sbatch to requeue the job. A run that is killed loses its current epoch: if your
+jobs are preempted in mid-epoch (after 30 to 120 s, Slurm, Kubernetes and torchrun kill a process),
+copy cifar10_ddp, which stops after any step.
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple
 nodes with Pytorch DDP".
@@ -294,7 +295,7 @@ class Loader(DataLoader):
     """
 
     def __iter__(self):
-        time.sleep(0.1)  # a process that starts while gloo's threads work may hang (seen once)
+        time.sleep(0.1)  # fork() may hang while gloo's threads work (seen with Python 3.11)
         signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also in processes that start now
         iterator = super().__iter__()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from copies import make_copy
 from forked import train_to_end
-from scripts import ROOT, script_path
+from scripts import ROOT
 
 PAGE = (ROOT / "synthetic_ddp/README.md").read_text()
 PREDICT, OWN_DATA = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -47,7 +47,7 @@ def test_own_data_model_and_scheduler_train_alike_on_one_and_two_processes(folde
 
 def test_the_weights_predict(folder):
     train_to_end("synthetic_ddp", "--epochs", 1, "--workers", 0, "--checkpoint", "run.pt")
-    env = {**os.environ, "PYTHONPATH": str(script_path("synthetic_ddp").parent)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", PREDICT], capture_output=True, text=True, env=env)
     assert re.fullmatch(r"tensor\(\[[012](, [012]){4}\]\)\n", done.stdout), (
         f"the page's code prints no five classes:\n{done.stdout}{done.stderr}")
