@@ -182,7 +182,7 @@ def transforms(args, train_set):
     else:
         crop = v2.RandomCrop(32, padding=4, padding_mode="reflect")  # shifts by up to 4 pixels
         steps = [crop, v2.RandomHorizontalFlip()] if train_set else [v2.ToImage()]
-        if size != 32:
+        if size != 32 or not train_set:  # CIFAR-10's images have 32 pixels
             steps.append(v2.Resize(size))
     return v2.Compose(steps)
 
