@@ -564,7 +564,7 @@ def check_weights(saved):
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, norms)
     if not all(torch.allclose(norms, others) for others in of_ranks):
-        sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
+        sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
 
 
 def different(settings, others):

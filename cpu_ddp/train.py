@@ -204,7 +204,7 @@ def check_model(model):
         sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
                  "--checkpoint), or look for NaN and very large values in the data")
     if not all(torch.allclose(norms, others) for others in of_ranks):
-        sys.exit("error: the processes have different weights: call ddp_model(...), not model(...)")
+        sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
 
 
 def save(checkpoint, path):

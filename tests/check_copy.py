@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT-0
-"""Check an edited copy of a DDP script of this collection, on CPUs, in half a minute.
+"""Check an edited copy of a DDP script of this collection, on CPUs, in about half a minute.
 
     python check_copy.py my.py [flags of my.py]
 
@@ -126,7 +126,7 @@ def train(module, folder, wait, job, steps):
             "changes": False}
     functions = dict(vars(module))
     code_of_train = inspect.unwrap(module.train).__code__
-    calls = []  # of the loss, of which the next step is made: results, batches and their rows
+    calls = []  # of the loss, of which the next step is made: results, batches, rows, modes
     sets, items, trained, optimizers, evaluating, first_buffers = [], {}, {}, [], [], []
     model_of_loss = []
 
@@ -166,7 +166,8 @@ def train(module, folder, wait, job, steps):
         elif torch.is_grad_enabled():
             model_of_loss[:] = [model]
             data = [part for part in batch if not isinstance(part, torch.nn.Module)]  # a critic
-            calls.append((loss_and_counts(result), digest(data), rows(data)))
+            modes = [part.training for part in model.modules()]
+            calls.append((loss_and_counts(result), digest(data), rows(data), digest(modes)))
         return result
 
     def see_evaluation(*arguments, **options):
@@ -201,8 +202,9 @@ def train(module, folder, wait, job, steps):
                  for name, weight in own.items() if weight.grad is not None}
         rates = [number for group in optimizer.param_groups for name, value in sorted(group.items())
                  if name != "params" for number in floats(value)]  # and the other options
-        results, parts, parts_rows = zip(*calls) if calls else ((), (), ())
+        results, parts, parts_rows, modes = zip(*calls) if calls else ((), (), (), ())
         seen["steps"].append({"losses": results, "rates": rates, "norms": norms, "parts": parts,
+                              "modes": modes, "number": [len(rows) for rows in parts_rows],
                               "rows": [row for part in parts_rows for row in part]})
         calls.clear()
         # In the second epoch, or in the first if the copy stops at the end of an epoch only
@@ -291,23 +293,43 @@ def items_of(code):
 
 
 def losses_of_parts(loss, model, batch):
-    """Return loss and counts of 10 samples, of 3 and the other 7, of 4, and of these four times."""
+    """Return what shows whether the loss is a mean, in and out of evaluation mode.
+
+    Loss and counts of 10 samples, of 3 and the other 7; of 4 and these four times, for each 4.
+    """
     if len(rows(batch)) < 10:
         return None
 
     def part(first, last, times=1):
         return [some_rows(values, first, last, times) for values in batch]
 
+    fours = [(first, first + 4) for first in range(0, len(rows(batch)) - 3, 4)]
     found = {}
     with torch.no_grad():
         for training in (False, True):
             model.train(training)
             before = random_numbers()
             found[f"training {training}"] = [
-                loss_and_counts(loss(*part(*which)))
-                for which in ((0, 10), (0, 3), (3, 10), (0, 4), (0, 4, 4))]
+                [loss_and_counts(loss(*part(*which))) for which in ((0, 10), (0, 3), (3, 10))],
+                [[loss_and_counts(loss(*part(*four, times))) for times in (1, 4)]
+                 for four in fours]]
             found[f"draws {training}"] = random_numbers() != before
+    model.eval()
+    if not found["draws False"]:
+        with contextlib.suppress(Exception):  # in evaluation mode, a loss may have no gradient
+            ten, three, seven = (gradient(loss(*part(*which)), model)
+                                 for which in ((0, 10), (0, 3), (3, 10)))
+            size = (3 * three.norm() + 7 * seven.norm()).item()
+            found["gradient"] = (10 * ten - 3 * three - 7 * seven).norm().item() / size
     return found
+
+
+def gradient(result, model):
+    """Return the gradient of a loss as one vector."""
+    loss = result[0] if isinstance(result, (list, tuple)) else result
+    used = [weight for weight in model.parameters() if weight.requires_grad]
+    gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True)
+    return torch.cat([part.to_dense().flatten() for part in gradients])
 
 
 def some_rows(values, first, last, times):
@@ -686,6 +708,8 @@ class Run:
             if all(file.exists() for file in files):
                 seen[job.name] = [json.loads(file.read_text()) for file in files]
                 continue
+            if not any(os.path.exists(f"{name}.log") for name in names):
+                continue  # it has not begun, because the job before it has failed
             ends = [how_it_ended(self.path, file.exists() or status, f"{name}.log")
                     for name, file, status in zip(names, files, statuses)]
             problems[job.name] = "".join(f"\n      rank {rank} {end}"
@@ -711,6 +735,8 @@ def how_it_ended(path, status, log):
         return "has ended"
     waits = "Timeout (" in text  # faulthandler's word
     stack = text.rpartition("(most recent call")[2]
+    if "\nOriginal Traceback" in text:  # of a loader process, behind that of this process
+        stack = re.split("^Traceback", text, flags=re.MULTILINE)[-1]
     if status < 0 and not waits:
         return f"was killed by {signal.Signals(-status).name}: is there too little memory?"
     errors = re.findall(r"^(?:[\w.]+Error|SystemExit|error|Parameters which).*", stack, re.M)
@@ -719,11 +745,29 @@ def how_it_ended(path, status, log):
     for number, name in [frame for frame in frames if frame[1]] or frames[-1:]:
         place = f"line {number}, {name}()" if name else f"line {number}"
         lines.append(f"{place}: {linecache.getline(path, int(number)).strip()}")
+    if "in collate_tensor_fn" in stack:
+        lines.append("samples of one batch have different shapes")
     lines += [] if waits else errors[-2:] or stack.splitlines()[-3:]
     return "\n        ".join(line[:400] for line in lines)
 
 
 # ---- Compare ----
+SAMPLES = ("Use random numbers of torch or random in transforms, and numpy with a seed for each "
+           "sample. Change no sample in place: clone() it")
+# What is compared in the first step after a resume, in this order, and the remedy
+AFTER_A_RESUME = {
+    "rates": ("rate", "Put the scheduler into saved, before the file of --checkpoint is loaded"),
+    "modes": ("mode", "Call model.train() after an evaluation of your own"),
+    "number": ("number of samples", "Let each step() end in its epoch or global batch, and call "
+               "optimizer.zero_grad() before the first samples of a step"),
+    "rows": ("samples", SAMPLES),
+    "losses": ("loss", "Put all models, and counters, into saved, before the file of --checkpoint "
+               "is loaded, and load no other weights after it. Use random numbers of torch. Keep "
+               "no state in attributes or globals: register a queue as a buffer of a model, and "
+               "begin a hidden state with zeros"),
+    "norms": ("gradient", "Call optimizer.zero_grad() before each step. clone() a gradient that "
+              "you keep"),
+}
 said = []  # the first word of each line
 notes = []
 note = notes.append  # to be said last
@@ -750,6 +794,8 @@ def say_the_rest():
     """Print the notes, and the number of lines of each kind."""
     for text in notes:
         say("note", text)
+    if said.count("FAIL") > 1:
+        print("      Mend the first FAIL first. It may cause the others.")
     names = {"ok": "ok", "FAIL": "FAIL", "----": "not checked", "note": "noted"}
     if "ok" in said or "FAIL" in said:
         print(", ".join(f"{said.count(word)} {name}" for word, name in names.items()
@@ -790,8 +836,8 @@ def main():
 def train_copies(folder, path, flags):
     """Return what was seen in each job, and how the others ended. No job: it cannot be checked."""
     print(f"Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of 16 "
-          f"samples,\nof {TRAINING_SAMPLES} training samples and {TEST_SAMPLES} test samples.",
-          flush=True)
+          f"samples,\nof {TRAINING_SAMPLES} training samples, and of {TEST_SAMPLES} test samples "
+          "if there are any.", flush=True)
     with contextlib.ExitStack() as ends:
         runs = []
         for size in (1, 2, 1):
@@ -804,14 +850,15 @@ def train_copies(folder, path, flags):
             skip("anything", f"it changes a file at an absolute path{problems['one']}")
             return {}, {}
         if "one" not in seen:
-            skip("anything", "one process does not train to the end on a CPU:" + problems["one"])
+            skip("anything", f"one process does not train to the end on a CPU, with "
+                 f"{TRAINING_SAMPLES} samples:{problems['one']}")
             return {}, {}
         if not seen["one"][0]["steps"]:
             skip("anything", "train() has made no step of an optimizer")
             return {}, {}
         seconds = sum(ranks[0]["seconds"] for ranks in seen.values())  # some 3 trainings
-        print(f"Now on two processes, and stopped and resumed: about {seconds:.0f} s more.",
-              flush=True)
+        print(f"Now on two processes, and stopped and resumed: about {seconds:.0f} s more (if the "
+              f"processes wait for each other, {WAIT + seconds:.0f} s).", flush=True)
         jobs_of_two = [Job("two", "two")]
         jobs_of_one = [Job("resumed", "stopped"), Job("again", "one"),
                        Job("loss", "new", 16, "loss")]
@@ -845,7 +892,8 @@ def compare(folder, path, flags):
         return 1
     waits = re.search("waits in|has ended|[Cc]onnection", end)
     if check("two processes train to the end", "two" in seen, ("make the same calls of "
-             "torch.distributed on all ranks, in the same order; move them out of `if rank == 0`:"
+             "torch.distributed on all ranks, in the same order. Move them out of `if rank == 0`, "
+             "and let all ranks end a loop together:"
              if waits else "they end with an error:") + end):
         check_ranks(*seen["two"])
         both = {*seen["two"][0]["written"]} & {*seen["two"][1]["written"]}
@@ -880,18 +928,20 @@ def check_data(seen):
         counts = f"{both} of {different} different test samples are training samples"
         if read_samples < samples or read_tests < tests:
             promise += f" ({read_tests} of {tests} and {read_samples} of {samples} are read)"
-        if not leak and different * read_samples < 10 * samples and read_samples < samples:
+        if both and not leak and by_chance < 0.5:
+            note(f"{counts}. Samples may be equal by nature; otherwise, divide the data before you "
+                 "repeat or transform samples")
+        elif not leak and different * read_samples < 10 * samples and read_samples < samples:
             skip(promise, "these are too few to say it")
         else:
             check(promise, not leak, f"{counts}. Draw both sets in one call, from one split")
-        if both and not leak and by_chance < 0.5:
-            note(counts)
     of_all = [(rank["sizes"], rank["samples"])
               for name in ("one", "two", "resumed") for rank in seen.get(name, [])]
     return check("all processes, and all starts, load the same data",
                  all(samples == of_all[0] for samples in of_all), "they load other samples. Sort "
                  "what comes from a set or a folder, seed what is random (random, numpy, "
-                 "pandas, scikit-learn), and load all samples on all ranks")
+                 "pandas, scikit-learn), use no hash() of strings, and load all samples on all "
+                 "ranks")
 
 
 def check_ranks(first, second):
@@ -917,28 +967,51 @@ def check_loss(seen, problems):
              f"{problems['loss']}" if "loss" in problems else
              "the loss is not called for 16 samples, or does not take any number of them")
         return True
-    ten, three, seven, *_ = found["training False"]
-    factors = []
-    for training in ("True", "False"):
-        four, four_times = found[f"training {training}"][3:]
-        ratio = four_times[0] / four[0] if four[0] else 1
-        factors += [f"{show(pair)}" for pair in [(four[0], four_times[0])]
-                    if 3.2 < ratio < 5 or 0.2 < ratio < 0.32]
-    of_counts = [(count, whole) for count, whole in zip(four[1:], four_times[1:])
-                 if count % 1 and math.isclose(count, whole, rel_tol=1e-3)]
+    (ten, three, seven), _ = found["training False"]
     mean = (3 * three[0] + 7 * seven[0]) / 10
-    rounding = 2e-2 if "--bf16" in sys.argv else 1e-3
-    is_mean = found["draws False"] or math.isclose(mean, ten[0], rel_tol=rounding, abs_tol=1e-6)
-    if factors or of_counts or is_mean:
-        check(promise, not factors and not of_counts,
-              f"the loss of 4 samples, and of these samples four times, is {factors[0]}. Return a "
-              "mean over the samples, not a sum, without a factor for their number" if factors else
+    bf16 = "--bf16" in sys.argv
+    rounding = 2e-2 if bf16 else 1e-3
+    same_loss = found["draws False"] or math.isclose(mean, ten[0], rel_tol=rounding, abs_tol=1e-6)
+    difference = found.get("gradient", 0.0)
+    is_mean = same_loss and difference < (0.1 if bf16 else 1e-3)
+    factor = factor_in_loss(found, is_mean)
+    of_counts = [(count, whole) for four, four_times in found["training False"][1]
+                 for count, whole in zip(four[1:], four_times[1:])
+                 if count % 1 and math.isclose(count, whole, rel_tol=1e-3)]
+    if factor or of_counts or is_mean:
+        check(promise, not factor and not of_counts,
+              f"{factor}. Return a mean over the samples, not a sum, without a factor for their "
+              "number" if factor else
               "the counts are means. Return sums over the samples: metrics() divides them")
-        return True
-    note(f"the loss of 10 samples is {ten[0]:.4g}, the mean of the losses of its 3 and 7 "
-         f"{mean:.4g}: weights by class, ignored tokens, or a loss of pairs make the training "
-         "depend on the number of processes")
+        return is_mean
+    what = (f"the gradient of 10 samples differs by {difference:.2g} of its length from the mean "
+            "of the gradients of 3 and 7 of them" if same_loss else
+            f"the loss of 10 samples is {ten[0]:.4g}, and the mean of the losses of 3 and 7 of "
+            f"them is {mean:.4g}")
+    note(f"{what}. So the training depends on how a batch is divided among the processes. For "
+         "class weights or ignored tokens, see make-it-yours. Gather pairs from all ranks. Compute "
+         "no statistics of a batch. Look for shapes that broadcast: (N, 1) and (N,)")
     return False
+
+
+def factor_in_loss(found, is_mean):
+    """Return what shows that the loss is a sum, or divided by the number of samples, or ''."""
+    ten, three, seven = found["training False"][0]
+    if not is_mean and not found["draws False"]:
+        if (math.isclose(ten[0], three[0] + seven[0], rel_tol=1e-3)
+                or math.isclose(100 * ten[0], 9 * three[0] + 49 * seven[0], rel_tol=1e-3)):
+            return (f"the loss of 10 samples is {ten[0]:.4g}, and the losses of 3 and 7 of them "
+                    f"are {three[0]:.4g} and {seven[0]:.4g}")
+        return ""  # it depends on pairs, or on weights: repeated samples say nothing
+    for mode in ("True", "False"):
+        four, four_times = found[f"training {mode}"][1][0]
+        ratio = four_times[0] / four[0] if four[0] else 1
+        tolerance = 0.25 if found[f"draws {mode}"] else 1e-2
+        if math.isclose(ratio, 4, rel_tol=tolerance) or math.isclose(ratio, 0.25,
+                                                                     rel_tol=tolerance):
+            return (f"the loss of 4 samples, and of these samples four times, is "
+                    f"{show([four[0], four_times[0]])}")
+    return ""
 
 
 def check_evaluation(seen, is_mean):
@@ -947,7 +1020,7 @@ def check_evaluation(seen, is_mean):
     results = {name: ranks[0]["evaluations"][-1] for name, ranks in seen.items()
                if any(ranks[0]["evaluations"])}
     if "one" not in results:
-        skip(promise, "evaluate() is not called in the first two epochs, or there are no samples")
+        skip(promise, "no evaluate() is called in the first two epochs, or there are no samples")
         return
     tests = one["sizes"][1] and TEST_SAMPLES if len(one["sizes"]) > 1 else 0
     for name in ("one", "two"):
@@ -960,10 +1033,12 @@ def check_evaluation(seen, is_mean):
         again = results.get("again", results["one"])
         alike = check("the same weights give the same result when they are tested again",
                       results["one"] == again and not changes,
-                      f"{show(results['one'])} at the end of a run, {show(again)} when it is "
-                      f"started again{changes}. Call model.eval() in evaluate(); give F.dropout "
-                      "training=self.training; call torch.manual_seed(0) before evaluate() if it "
-                      "draws random numbers; put what is tested (an average) into saved")
+                      f"{show(results['one'], again)} at the end of a run, "
+                      f"{show(again, results['one'])} when it is started again{changes}. Put "
+                      "what is tested (an average) into saved; call model.eval() in evaluate(); "
+                      "augment images, and mix samples, only if model.training; give F.dropout "
+                      "training=self.training; if the evaluation must draw random numbers, call "
+                      "torch.manual_seed(0) before")
         if not alike:
             return
     if one["draws"]:
@@ -980,18 +1055,18 @@ def check_evaluation(seen, is_mean):
     if "--bf16" in sys.argv:
         alike = [True]  # rounding decides which of two scores is the higher
     if not all(alike if is_mean else alike[1:]):  # the loss has a note of its own
-        note(f"the test metrics depend on the batch size: {show(test)} in batches of 4, "
-             f"{show(whole)} in a single batch. Compute F1 or a correlation from counts of all "
-             "samples, in metrics()")
+        note(f"the test metrics depend on the batch size: {show(test, whole)} in batches of 4, "
+             f"{show(whole, test)} in a single batch. Return counts as sums over the samples, not "
+             "as means. Compute F1, a correlation or a rank from counts or outputs of all samples")
     alike[0] = alike[0] and is_mean
     pairs = [pair for pair, good in zip(zip(results["test on two"], test), alike) if good]
     if not pairs:
         skip(promise, "the results depend on the batch size")
         return
     check(promise, all(math.isclose(*pair, rel_tol=2e-3, abs_tol=1e-6) for pair in pairs),
-          f"{show(results['test on two'])} on two, {show(test)} on one. Test each sample once: let "
-          "each rank test its share, without drop_last, and return the results of the sums over "
-          "all ranks")
+          f"{show(results['test on two'], test)} on two, {show(test, results['test on two'])} on "
+          "one. Test each sample once: let each rank test its share, without "
+          "drop_last, and return the results of the sums over all ranks")
 
 
 def check_two_processes(seen, problems, is_mean):
@@ -1022,10 +1097,11 @@ def check_two_processes(seen, problems, is_mean):
     if same_rates and other_division and not any(step["rows"] for step in one["steps"]):
         skip(promise, "a batch is not made of tensors or lists with a row for each sample")
     else:
-        check(promise, same_rates and (same(0) or only_transformed), "they differ. Let the order "
-              "depend on seed and epoch alone, and on the rank, not the local rank; use random "
-              "numbers of torch or random in transforms, and numpy with a seed for each sample; "
-              "make rates and other options of the optimizer fit the global batch")
+        check(promise, same_rates and (same(0) or only_transformed), (
+            "the samples differ. Let the order depend on seed and epoch alone, and on the rank, "
+            f"not the local rank. {SAMPLES}" if same_rates else "rates or other options of the "
+            "optimizer differ. Compute them from the global batch, and call a scheduler's step() "
+            "on all ranks"))
     promise = "the first gradients are the same on one and two processes"
     if only_transformed:
         skip(promise, "random transforms or padding differ")
@@ -1052,11 +1128,18 @@ def check_two_processes(seen, problems, is_mean):
     if different and not is_mean:
         skip(promise, "the loss is no mean over the samples")
         return
-    check(promise, not different, f"these differ: {some(different)}. Call ddp_model(...) in "
-          "train(), and in the loss model(...), no method of it; multiply each loss by "
-          "len(indices) * world_size / global_batch before backward(); use random numbers of "
-          "torch in the loss and in build_model, not of numpy or random; keep no state in "
-          "attributes or globals; clip the gradients after the last part")
+    ratios = [others.get(name, 0.0) / norms[name] for name in different if norms[name]]
+    if ratios and ratios[0] and all(math.isclose(ratio, ratios[0], rel_tol=1e-2)
+                                    for ratio in ratios):
+        remedy = (f"On two processes, they are {ratios[0]:.3g} times as large. Multiply each loss "
+                  "by len(indices) * world_size / global_batch before backward() (in "
+                  "synthetic_ddp, by nothing)")
+    else:
+        remedy = ("Call ddp_model(...) in train(), and in the loss model(...), no method of it; "
+                  "call zero_grad() once, before the parts, and clip after the last part; use "
+                  "random numbers of torch in the loss and in build_model, not of numpy or random; "
+                  "keep no state in attributes or globals")
+    check(promise, not different, f"these differ: {some(different)}. {remedy}")
 
 
 def check_resume(seen, problems, has_saved):
@@ -1084,19 +1167,23 @@ def check_resume(seen, problems, has_saved):
     different = [place for place in before if before[place] != after.get(place)]
     different += ["test results"] * (one["evaluations"][-1:] != resumed["evaluations"][-1:])
     steps = zip(one["steps"][len(one["steps"]) - len(resumed["steps"]):], resumed["steps"])
-    first = [f"{name} of step {number} after the resume"
-             for number, (before, after) in enumerate(steps, 1)
-             for key, name in {"rates": "rate", "losses": "loss", "norms": "gradient"}.items()
-             if before[key] != after[key]][:1]
-    check(promise, not different, f"these differ: {some(first + different)}. Call model.train() "
-          "after an evaluation of your own. Put what must survive a stop into saved, before it is "
-          "loaded: models, optimizers, schedulers, averages, counters; register a queue as a "
-          "buffer of a model, and begin a hidden state with zeros. Use random numbers of torch. "
-          "Call optimizer.zero_grad() before each step; clone() a gradient that you keep")
+    first, remedies = [], []
+    for number, (before, after) in enumerate(steps, 1):
+        for key, (name, remedy) in AFTER_A_RESUME.items():
+            if before[key] != after[key]:
+                first.append(f"{name} of step {number} after the resume")
+                remedies.append(remedy)
+    remedy = remedies[0] if first and "step 1 " in first[0] else (
+        "Put what must survive a stop into saved, before the file of --checkpoint is loaded: "
+        "models, optimizers, schedulers, averages, counters")
+    check(promise, not different, f"these differ: {some(first[:1] + different)}. {remedy}")
 
 
-def show(results):
-    return ", ".join(f"{result:.4g}" for result in results)
+def show(results, others=()):
+    """Return results as text, with enough digits to differ from others."""
+    digits = 4 if [f"{result:.4g}" for result in results] != [f"{other:.4g}" for other in others] \
+        else 9
+    return ", ".join(f"{result:.{digits}g}" for result in results)
 
 
 def some(names):

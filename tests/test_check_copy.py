@@ -270,6 +270,8 @@ def test_what_may_be_intended_is_noted(note):
 weights = 1 / labels.bincount(minlength=10).clamp(min=1)
 loss = F.cross_entropy(logits, labels, weights)"""),
     ("loss of 10 samples", "loss = F.cross_entropy(logits, labels.where(labels > 2, -100))"),
+    ("gradient of 10 samples",
+     "loss = F.cross_entropy(logits / 1e4, labels.where(labels > 2, -100))"),
     ("test metrics", "counts = len(labels) * labels.unique().count_nonzero()"),
 ])
 def test_what_depends_on_the_division_of_a_batch_is_noted(what, code):
@@ -397,7 +399,7 @@ def load_data(args):
             'instead of "own_parts = range(rank,"',
             'own_parts = range(int(os.environ["LOCAL_RANK"]), parts, world_size)')),
         (None, model("model = nn.Sequential(model, nn.BatchNorm1d(10))")),
-        (f"FAIL  {RESUMES}: these differ: loss of step 1", (
+        (f"FAIL  {RESUMES}: these differ: mode of step 1", (
             STEP, "model.eval()  # an evaluation of one's own")),
         (f"FAIL  {WEIGHTS}", in_loss("loss = loss + F.dropout(logits).mean()"))],
     "sets": [

@@ -170,14 +170,14 @@ def test_gradients_that_are_not_exchanged_are_an_error(script, tmp_path):
     flags = flags_of(script, "--checkpoint", tmp_path / "run.pt")
     end = train_forked(script, *flags, nproc=2, setup=setup)
     for status in end.statuses:
-        assert "different weights" in str(status), (
+        assert "weights differ by rank" in str(status), (
             f"{script}: the ranks have other weights: it ends with {end.statuses}\n{end.text}")
     assert not (tmp_path / "run.pt").exists(), f"{script} has saved rank 0's weights\n{end.text}"
 
 
 @pytest.mark.parametrize("script", EPOCH_SCRIPTS)
 @pytest.mark.parametrize("change, words", [
-    (lambda weights, rank: weights.mul_(1 + 1e-4 * rank), "different weights"),
+    (lambda weights, rank: weights.mul_(1 + 1e-4 * rank), "weights differ by rank"),
     (lambda weights, rank: weights[0].fill_(torch.nan), "NaN or infinity")], ids=["unlike", "nan"])
 def test_small_scripts_save_no_weights_that_are_not_finite_or_unlike(script, change, words,
                                                                      tmp_path):
