@@ -291,6 +291,7 @@ def test_the_lines_in_which_ranks_wait_for_each_other_are_printed():
         f"a barrier of rank 0 alone is not named:\n{text}")
     assert re.search(r"rank 1 waits in\n +line \d+, ", text), (
         f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
+    assert "not checked: the rest" not in text, f"no later job was begun, but:\n{text}"
 
 
 @pytest.mark.parametrize("reason, edit", [
@@ -499,11 +500,17 @@ def test_an_absolute_path_is_named_and_not_changed(write, how, headline, files_o
     assert status == 2 and said, f"{write} is not said to be forbidden: {status}\n{text}"
 
 
-def test_an_error_beside_loader_processes_is_printed_at_once():
-    make_copy("cifar10_ddp", "my.py", above(SMALL), in_loss("logits + logits[:, :3]"))
+@pytest.mark.parametrize("edit, line", [
+    (in_loss("logits + logits[:, :3]"),
+     r"loss_and_counts\(\): logits \+ logits\[:, :3\]\n +RuntimeError: The size"),
+    (above("def transforms(args, train_set):\n"
+           "    return lambda image, label: (torch.zeros(3, 32, random.randrange(32)), label)"),
+     r"train\(\): .*\n +samples of one batch have different shapes\n")])
+def test_an_error_beside_loader_processes_is_printed_at_once(edit, line):
+    make_copy("cifar10_ddp", "my.py", above(SMALL), edit)
     status, text = command("my.py", "--fake-data")
-    assert status == 2 and "logits + logits[:, :3]\n        RuntimeError: The size" in text, (
-        f"an error in the loss of a copy with loader processes: {status}\n{text}")
+    assert status == 2 and re.search(line, text), (
+        f"an error of a copy with loader processes: {status}, and not {line}\n{text}")
 
 
 def test_a_stopped_check_leaves_nothing(tmp_path):
