@@ -10,7 +10,7 @@ links to your files, so that none of them changes.
 
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
-import collections
+import collections.abc
 import contextlib
 import copy
 import ctypes
@@ -599,7 +599,7 @@ def in_both(training, test):
 
 # ---- Numbers ----
 def rows(batch):
-    """Return digests of each sample of a batch, and of each of its parts. None: of a graph."""
+    """Return digests of each sample of a batch, and of each of its parts. Of a graph: []."""
     parts = []
     for part in batch:
         parts += part.values() if isinstance(part, collections.abc.Mapping) else [part]
@@ -1065,8 +1065,8 @@ def check_evaluation(seen, is_mean):
         return
     check(promise, all(math.isclose(*pair, rel_tol=2e-3, abs_tol=1e-6) for pair in pairs),
           f"{show(results['test on two'], test)} on two, {show(test, results['test on two'])} on "
-          "one. Test each sample once: let each rank test its share, without "
-          "drop_last, and return the results of the sums over all ranks")
+          "one. Test each sample once: let each rank test its share, without drop_last, and return "
+          "the results of the sums over all ranks")
 
 
 def check_two_processes(seen, problems, is_mean):
