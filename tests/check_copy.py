@@ -152,8 +152,8 @@ def train(module, folder, wait, job, steps):
         if not seen["steps"] and not evaluating and job.name != "resumed":
             begin_with_the_first_buffers(model)
         if job.end == "loss":
-            seen["loss"] = losses_of_parts(
-                lambda *part: functions[loss_name](*before, model, *part, **options), model, batch)
+            loss = functools.partial(functions[loss_name], *before, model)
+            seen["loss"] = losses_of_parts(loss, model, batch, options)
             raise Enough
         if job.end == "gradients in eval()":
             model.eval()
@@ -292,33 +292,40 @@ def items_of(code):
     return items
 
 
-def losses_of_parts(loss, model, batch):
+def losses_of_parts(loss, model, batch, options):
     """Return what shows whether the loss is a mean, in and out of evaluation mode.
 
     Loss and counts of 10 samples, of 3 and the other 7; of 4 and these four times, for each 4.
     """
-    if len(rows(batch)) < 10:
+    count = len(rows(batch))
+    if count < 10:
         return None
+    whole = bool(tensors_of(batch))
 
-    def part(first, last, times=1):
-        return [some_rows(values, first, last, times) for values in batch]
+    def loss_of(first, last, times=1):
+        own = {name: some_rows(value, first, last, times, True)
+               if is_tensor(value) and len(value) == count else value
+               for name, value in options.items()}
+        return loss(*(some_rows(value, first, last, times, whole) for value in batch), **own)
 
-    fours = [(first, first + 4) for first in range(0, len(rows(batch)) - 3, 4)]
-    found = {}
-    with torch.no_grad():
-        for training in (False, True):
-            model.train(training)
-            before = random_numbers()
+    of_parts = (0, 10), (0, 3), (3, 10)
+    found = {"rounding": torch.is_autocast_enabled("cpu") or any(
+        weight.dtype in (torch.bfloat16, torch.float16) for weight in model.parameters())}
+    for training in (False, True):
+        model.train(training)
+        before = random_numbers()
+        buffers = digest([*model.buffers()])
+        with torch.set_grad_enabled(training):
             found[f"training {training}"] = [
-                [loss_and_counts(loss(*part(*which))) for which in ((0, 10), (0, 3), (3, 10))],
-                [[loss_and_counts(loss(*part(*four, times))) for times in (1, 4)]
-                 for four in fours]]
-            found[f"draws {training}"] = random_numbers() != before
+                [loss_and_counts(loss_of(*part)) for part in of_parts],
+                [[loss_and_counts(loss_of(first, first + 4, times)) for times in (1, 4)]
+                 for first in range(0, count - 3, 4)]]
+        found[f"draws {training}"] = random_numbers() != before
+        found[f"changes {training}"] = digest([*model.buffers()]) != buffers  # BatchNorm
     model.eval()
     if not found["draws False"]:
         with contextlib.suppress(Exception):  # in evaluation mode, a loss may have no gradient
-            ten, three, seven = (gradient(loss(*part(*which)), model)
-                                 for which in ((0, 10), (0, 3), (3, 10)))
+            ten, three, seven = (gradient(loss_of(*part), model) for part in of_parts)
             size = (3 * three.norm() + 7 * seven.norm()).item()
             found["gradient"] = (10 * ten - 3 * three - 7 * seven).norm().item() / size
     return found
@@ -332,12 +339,20 @@ def gradient(result, model):
     return torch.cat([part.to_dense().flatten() for part in gradients])
 
 
-def some_rows(values, first, last, times):
-    """Return a part of a batch for some samples of it, several times."""
+def some_rows(values, first, last, times, whole):
+    """Return a part of a batch for some samples of it, several times. whole: see tensors_of()."""
+    if is_constant(values):
+        return values
     if isinstance(values, collections.abc.Mapping):
-        return {name: some_rows(column, first, last, times) for name, column in values.items()}
-    values = copy.deepcopy(values[first:last])
-    return torch.cat([values] * times) if isinstance(values, torch.Tensor) else values * times
+        part = copy.copy(values)
+        for name, value in values.items():
+            part[name] = some_rows(value, first, last, times, whole)
+        return part
+    if whole and isinstance(values, (list, tuple)):
+        parts = [some_rows(value, first, last, times, whole) for value in values]
+        return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
+    part = copy.deepcopy(values[first:last])
+    return torch.cat([part] * times) if isinstance(part, torch.Tensor) else part * times
 
 
 # ---- Files: a copy works in a temporary folder of links to the user's files ----
@@ -600,15 +615,35 @@ def in_both(training, test):
 # ---- Numbers ----
 def rows(batch):
     """Return digests of each sample of a batch, and of each of its parts. Of a graph: []."""
-    parts = []
-    for part in batch:
-        parts += part.values() if isinstance(part, collections.abc.Mapping) else [part]
+    parts = tensors_of(batch)
+    if not parts:
+        for part in itertools.filterfalse(is_constant, batch):
+            parts += part.values() if isinstance(part, collections.abc.Mapping) else [part]
     try:
         [count] = {len(part) for part in parts}
         return [[digest([part[index] for part in parts]), *(digest(part[index]) for part in parts)]
                 for index in range(count)]
     except (TypeError, KeyError, ValueError):
         return []
+
+
+def is_constant(value):
+    return value is None or isinstance(value, (int, float, str)) or (
+        isinstance(value, torch.Tensor) and not value.ndim)
+
+
+def tensors_of(batch):
+    """Return the tensors of which a batch is made, each with a row for each sample, or []."""
+    def tensors(value):
+        if isinstance(value, collections.abc.Mapping):
+            value = [*value.values()]
+        if isinstance(value, (list, tuple)):
+            return [tensor for part in value for tensor in tensors(part)]
+        return [value]
+
+    found = tensors([*itertools.filterfalse(is_constant, batch)])
+    alike = found and all(map(is_tensor, found)) and len({len(tensor) for tensor in found}) == 1
+    return found if alike else []
 
 
 def digest(value):
@@ -754,13 +789,14 @@ def how_it_ended(path, status, log):
 # ---- Compare ----
 SAMPLES = ("Use random numbers of torch or random in transforms, and numpy with a seed for each "
            "sample. Change no sample in place: clone() it")
+WHOLE_STEPS = ("If a step() takes several batches, let it end in their epoch, and save after it "
+               "alone")
 # What is compared in the first step after a resume, in this order, and the remedy
 AFTER_A_RESUME = {
     "rates": ("rate", "Put the scheduler into saved, before the file of --checkpoint is loaded"),
     "modes": ("mode", "Call model.train() after an evaluation of your own"),
-    "number": ("number of samples", "Let each step() end in its epoch or global batch, and call "
-               "optimizer.zero_grad() before the first samples of a step"),
-    "rows": ("samples", SAMPLES),
+    "number": ("number of samples", WHOLE_STEPS),
+    "rows": ("samples", f"{SAMPLES}. {WHOLE_STEPS}"),
     "losses": ("loss", "Put all models, and counters, into saved, before the file of --checkpoint "
                "is loaded, and load no other weights after it. Use random numbers of torch. Keep "
                "no state in attributes or globals: register a queue as a buffer of a model, and "
@@ -899,10 +935,10 @@ def compare(folder, path, flags):
         both = {*seen["two"][0]["written"]} & {*seen["two"][1]["written"]}
         if both:
             note(f"both processes write {some(sorted(both))}: write it below `if rank == 0`")
-    is_mean = check_loss(seen, problems)
-    check_evaluation(seen, is_mean)
+    in_tests, in_training = check_loss(seen, problems)
+    check_evaluation(seen, in_tests)
     if "two" in seen:
-        check_two_processes(seen, problems, is_mean)
+        check_two_processes(seen, problems, in_training)
     check_resume(seen, problems, glob.glob(f"{folder}/stopped.pt*"))
     names = seen["one"][0]["not in an optimizer"]
     if names:
@@ -959,58 +995,68 @@ def check_ranks(first, second):
 
 
 def check_loss(seen, problems):
-    """Return whether the loss is a mean over the samples, whose losses do not depend on others."""
+    """Return whether the loss is a mean over the samples, in evaluations and in training."""
     promise = "the loss is a mean over the samples, and the counts are sums"
     found = seen["loss"][0].get("loss") if "loss" in seen else None
     if not found:
         skip(promise, f"a loss of 16 samples, or of some of them, ends with an error:"
              f"{problems['loss']}" if "loss" in problems else
              "the loss is not called for 16 samples, or does not take any number of them")
-        return True
-    (ten, three, seven), _ = found["training False"]
-    mean = (3 * three[0] + 7 * seven[0]) / 10
-    bf16 = "--bf16" in sys.argv
-    rounding = 2e-2 if bf16 else 1e-3
-    same_loss = found["draws False"] or math.isclose(mean, ten[0], rel_tol=rounding, abs_tol=1e-6)
+        return True, True
+    rounding, of_gradients = (2e-2, 0.1) if found["rounding"] else (1e-3, 1e-3)
+    same = {}
+    for mode in ("True", "False"):
+        ten, three, seven = (loss for loss, *_ in found[f"training {mode}"][0])
+        mean = (3 * three + 7 * seven) / 10
+        same[mode] = math.isclose(mean, ten, rel_tol=rounding, abs_tol=1e-6)
+    exact = not found["draws True"] and not found["changes True"]  # in training mode
     difference = found.get("gradient", 0.0)
-    is_mean = same_loss and difference < (0.1 if bf16 else 1e-3)
-    factor = factor_in_loss(found, is_mean)
+    in_tests = found["draws False"] or same["False"]
+    in_training = (same["True"] if exact else in_tests) and not (
+        in_tests and difference > of_gradients)
+    factor = factor_in_loss(found, in_tests)
     of_counts = [(count, whole) for four, four_times in found["training False"][1]
                  for count, whole in zip(four[1:], four_times[1:])
                  if count % 1 and math.isclose(count, whole, rel_tol=1e-3)]
-    if factor or of_counts or is_mean:
+    if factor or of_counts or (in_tests and in_training):
         check(promise, not factor and not of_counts,
               f"{factor}. Return a mean over the samples, not a sum, without a factor for their "
               "number" if factor else
               "the counts are means. Return sums over the samples: metrics() divides them")
-        return is_mean
-    what = (f"the gradient of 10 samples differs by {difference:.2g} of its length from the mean "
-            "of the gradients of 3 and 7 of them" if same_loss else
-            f"the loss of 10 samples is {ten[0]:.4g}, and the mean of the losses of 3 and 7 of "
-            f"them is {mean:.4g}")
+        return in_tests, in_training
+    what = (f"the loss of 10 samples is {ten:.4g}, and the mean of the losses of 3 and 7 of them "
+            f"is {mean:.4g}")
+    if in_training:
+        note(f"in evaluation mode, {what}. So the test loss depends on the batch size")
+        return in_tests, in_training
+    if in_tests:
+        what = ("the training loss of 10 samples is no mean of the losses of 3 and 7 of them"
+                if exact and not same["True"] else
+                f"the gradient of 10 samples differs by {difference:.2g} of its length from the "
+                "mean of the gradients of 3 and 7 of them")
     note(f"{what}. So the training depends on how a batch is divided among the processes. For "
          "class weights or ignored tokens, see make-it-yours. Gather pairs from all ranks. Compute "
          "no statistics of a batch. Look for shapes that broadcast: (N, 1) and (N,)")
-    return False
+    return in_tests, in_training
 
 
 def factor_in_loss(found, is_mean):
     """Return what shows that the loss is a sum, or divided by the number of samples, or ''."""
-    ten, three, seven = found["training False"][0]
-    if not is_mean and not found["draws False"]:
-        if (math.isclose(ten[0], three[0] + seven[0], rel_tol=1e-3)
-                or math.isclose(100 * ten[0], 9 * three[0] + 49 * seven[0], rel_tol=1e-3)):
-            return (f"the loss of 10 samples is {ten[0]:.4g}, and the losses of 3 and 7 of them "
-                    f"are {three[0]:.4g} and {seven[0]:.4g}")
+    ten, three, seven = (loss for loss, *_ in found["training False"][0])
+    if not is_mean:
+        if math.isclose(ten, three + seven, rel_tol=1e-3) or math.isclose(
+                100 * ten, 9 * three + 49 * seven, rel_tol=1e-3):
+            return (f"the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of them are "
+                    f"{three:.4g} and {seven:.4g}")
         return ""  # it depends on pairs, or on weights: repeated samples say nothing
     for mode in ("True", "False"):
-        four, four_times = found[f"training {mode}"][1][0]
-        ratio = four_times[0] / four[0] if four[0] else 1
         tolerance = 0.25 if found[f"draws {mode}"] else 1e-2
-        if math.isclose(ratio, 4, rel_tol=tolerance) or math.isclose(ratio, 0.25,
-                                                                     rel_tol=tolerance):
-            return (f"the loss of 4 samples, and of these samples four times, is "
-                    f"{show([four[0], four_times[0]])}")
+        pairs = [(four[0], four_times[0]) for four, four_times in found[f"training {mode}"][1]]
+        for factor in (4, 0.25):
+            if all(loss and math.isclose(of_repeated / loss, factor, rel_tol=tolerance)
+                   for loss, of_repeated in pairs):
+                return ("the loss of 4 samples, and of these samples four times, is "
+                        f"{show(pairs[0])}")
     return ""
 
 
@@ -1052,7 +1098,7 @@ def check_evaluation(seen, is_mean):
     test, whole = results["test"], results["whole test"]
     ratios = [part / all_at_once if all_at_once else 1.0 for part, all_at_once in zip(test, whole)]
     alike = [math.isclose(ratio, 1, rel_tol=2e-3) for ratio in ratios]
-    if "--bf16" in sys.argv:
+    if rounds(seen):
         alike = [True]  # rounding decides which of two scores is the higher
     if not all(alike if is_mean else alike[1:]):  # the loss has a note of its own
         note(f"the test metrics depend on the batch size: {show(test, whole)} in batches of 4, "
@@ -1063,7 +1109,8 @@ def check_evaluation(seen, is_mean):
     if not pairs:
         skip(promise, "the results depend on the batch size")
         return
-    check(promise, all(math.isclose(*pair, rel_tol=2e-3, abs_tol=1e-6) for pair in pairs),
+    check(promise, all(math.isclose(*pair, rel_tol=2e-2 if rounds(seen) else 2e-3, abs_tol=1e-6)
+                       for pair in pairs),
           f"{show(results['test on two'], test)} on two, {show(test, results['test on two'])} on "
           "one. Test each sample once: let each rank test its share, without drop_last, and return "
           "the results of the sums over all ranks")
@@ -1122,15 +1169,16 @@ def check_two_processes(seen, problems, is_mean):
         skip(promise, f"the model trains in eval() with an error:{broken[0]}" if broken else
              "the optimizer computes them itself")
         return
+    tolerance = 2e-2 if rounds(seen) else 1e-3
     least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # or rounding
     different = [name for name, value in norms.items()
-                 if abs(value - others.get(name, math.inf)) > 1e-3 * max(value, least)]
+                 if abs(value - others.get(name, math.inf)) > tolerance * max(value, least)]
     if different and not is_mean:
         skip(promise, "the loss is no mean over the samples")
         return
     ratios = [others.get(name, 0.0) / norms[name] for name in different if norms[name]]
-    if ratios and ratios[0] and all(math.isclose(ratio, ratios[0], rel_tol=1e-2)
-                                    for ratio in ratios):
+    if ratios and abs(ratios[0] - 1) > 0.1 and all(
+            math.isclose(ratio, ratios[0], rel_tol=1e-2) for ratio in ratios):
         remedy = (f"On two processes, they are {ratios[0]:.3g} times as large. Multiply each loss "
                   "by len(indices) * world_size / global_batch before backward() (in "
                   "synthetic_ddp, by nothing)")
@@ -1173,10 +1221,22 @@ def check_resume(seen, problems, has_saved):
             if before[key] != after[key]:
                 first.append(f"{name} of step {number} after the resume")
                 remedies.append(remedy)
-    remedy = remedies[0] if first and "step 1 " in first[0] else (
-        "Put what must survive a stop into saved, before the file of --checkpoint is loaded: "
-        "models, optimizers, schedulers, averages, counters")
+    made = len(seen["stopped"][0]["steps"]) + len(resumed["steps"])
+    if made != len(one["steps"]):  # other steps are compared
+        first = [f"the numbers of steps ({made}, not {len(one['steps'])})"]
+        remedy = WHOLE_STEPS
+    elif first and "step 1 " in first[0]:
+        remedy = remedies[0]
+    else:
+        remedy = ("Put what must survive a stop into saved, before the file of --checkpoint is "
+                  "loaded: models, optimizers, schedulers, averages, counters")
     check(promise, not different, f"these differ: {some(first[:1] + different)}. {remedy}")
+
+
+def rounds(seen):
+    """Return whether the copy computes in bfloat16 or float16."""
+    found = seen["loss"][0].get("loss") if "loss" in seen else None
+    return found["rounding"] if found else "--bf16" in sys.argv
 
 
 def show(results, others=()):

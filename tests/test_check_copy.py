@@ -969,6 +969,16 @@ def loss_and_counts(args, model, batch):
     logits = model(batch["inputs"])
     return F.cross_entropy(logits, batch["labels"]), (logits.argmax(1) == batch["labels"]).sum()
 """)),
+    "a pair as one argument, and a number": ("fashionmnist_ddp", above(SMALL), above("""
+def loss_and_counts(args, model, pair, smoothing):
+    images, labels = pair
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    return loss, (logits.argmax(1) == labels).sum()
+"""), ('instead of "loss, part_counts = loss_and_counts("', """
+        loss, part_counts = loss_and_counts(args, ddp_model, (x[indices], y[indices]), 0.1)"""),
+        ('instead of "loss, batch_counts = loss_and_counts("', """
+        loss, batch_counts = loss_and_counts(args, model, batch, 0.0)""")),
     "random samples of a data set, dropout and BatchNorm": ("synthetic_ddp", above("""
 class Noisy(TensorDataset):
     def __getitem__(self, index):
