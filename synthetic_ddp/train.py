@@ -234,7 +234,7 @@ def results_of(loss_sum, counts, samples):
     sums = loss_sum, counts, samples
     sums = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums)  # not all_reduce: a rank may have 0 for its counts
+    dist.all_gather_object(of_ranks, sums)  # not all_reduce: a rank without samples has no counts
     loss_sum, counts, samples = (sum(values) for values in zip(*of_ranks))
     if not samples:
         return {}
