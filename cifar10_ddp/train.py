@@ -1,42 +1,50 @@
 # SPDX-License-Identifier: MIT-0
 r"""Train an image classifier on CIFAR-10 or your own images with DistributedDataParallel (DDP).
 
-    python train.py                          # one process, on a GPU or the CPU
-    torchrun --standalone --nproc-per-node=4 train.py     # one process per GPU of this machine
+    python train.py                                           # one process, on a GPU or the CPU
+    torchrun --standalone --nproc-per-node=4 train.py --global-batch 512    # four GPUs
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c8 --kill-on-bad-exit=1 python train.py
-    torchrun --standalone --nproc-per-node=4 train.py --image-folder DIR --model resnet50 \
-        --pretrained --lr 0.02 --checkpoint run.pt
+    torchrun --standalone --nproc-per-node=4 train.py --global-batch 512 \
+        --image-folder DIR --model resnet50 --pretrained --bf16 --checkpoint run.pt
 
-(Type the third command on each of the two machines.) Each process runs this whole file. All begin
-with the same weights, and each computes the gradients of its share of every batch. backward()
-averages the gradients of all processes, so all make the same step, and their weights stay equal.
-The lines that do this are marked with # DDP.
+Type the third command on each of two machines; HOST is the name of one of them. Each process runs
+this whole file. All begin with the same weights, and each computes the gradient of its share of
+every batch. backward() averages the gradients of all processes, so all make the same step, and
+their weights stay equal. The number of a process, from 0, is its rank. The lines that a script for
+one process does not have are marked with "DDP:".
 
---batch-size is for each process: on four GPUs, a step has four times as many images as on one. --lr
-is for steps of 256 images, and is multiplied to suit. With --global-batch N, a step has N images on
-any number of GPUs.
+A step has --global-batch images on any number of processes. --lr is for 256 images, and is
+multiplied to suit. To keep many GPUs busy, raise --global-batch: 128 images or more for each. A
+process computes at most --batch-size images at once: for larger shares, it adds up gradients.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a closed terminal stop
-all processes after the same step: they save, and exit with status 1. In Slurm, --signal=TERM@120
-sends SIGTERM; then call scontrol requeue if FILE is new (as slurm/cifar10.sbatch does).
+With --checkpoint FILE, the same command resumes a run that was stopped or killed, at the same step
+and with the same random numbers, on any number of processes. SIGTERM, Ctrl-C or a closed terminal
+stop all processes after the same step: they save, and exit with status 1. FILE.best has the weights
+of the epoch with the best validation result: model.load_state_dict(torch.load("FILE.best")).
 
-To train something else, edit the functions above train(). You need not read the last part. The
-repository of this file also has code for best weights, F1, clipping and more, and a check of your
-copy.
+A job script for two nodes with four GPUs each. The job comes back after its time limit, after a
+preemption and after the loss of a node. FILE (here run.pt) must be on a disk that all nodes share:
+
+    #!/bin/bash
+    #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=128G
+    #SBATCH --time=1:00:00 --signal=TERM@120 --requeue --open-mode=append --output=%x-%j.out
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110    # seconds from SIGTERM to the end: 30 otherwise
+    before=$(stat -c %y run.pt 2>&1)
+    srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
+        --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
+        train.py --global-batch 1024 --checkpoint run.pt && exit
+    # Come back if the job has saved since it started. If not, the failure would occur again
+    [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
+    exit 1
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
 """
 import argparse
-import contextlib
 import functools
-import json
 import math
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -51,158 +59,184 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 from torchvision import models
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
 
 
-# ---- Flags, model, optimizer, learning rate, data, loss: edit these for your own training. ----
+# ---- Flags, data, model, optimizer, loss, step, evaluation: edit these for your own training. ----
 def parse_args(flags=None):
-    """Return the settings that flags (a list of strings, or the command line) give."""
+    """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=128, help="images per process at a time")
-    parser.add_argument("--global-batch", type=int,
-                        help="images per step, over all processes; None: batch size x processes")
+    parser.add_argument("--epochs", type=int, default=30, help="passes over the training images")
+    parser.add_argument("--global-batch", type=int, default=256,
+                        help="images in a step, over all processes")
+    parser.add_argument("--batch-size", type=int, default=128,
+                        help="images that a process computes at once, as its memory allows")
+    parser.add_argument("--lr", type=float,
+                        help="peak learning rate of SGD for 256 images in a step; None: 0.2, which "
+                        "suits ResNets, or 0.02 with --pretrained")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--model", default="resnet18", choices=models.list_models(module=models),
-                        metavar="NAME",
-                        help="classifier of torchvision.models; the default --lr suits resnet18")
-    parser.add_argument("--pretrained", action="store_true",
-                        help="start from torchvision's pretrained weights")
+                        metavar="NAME", help="classifier of torchvision.models")
+    parser.add_argument("--pretrained", action="store_true", help="start from ImageNet's weights")
     parser.add_argument("--image-size", type=int, metavar="PIXELS",
                         help="height and width; None: 32 for resnet18 on CIFAR-10, otherwise 224")
-    parser.add_argument("--workers", type=int,
-                        help="loader processes per process; None: one per core, up to 8")
-    parser.add_argument("--lr", type=float, default=0.2,
-                        help="peak learning rate of SGD for 256 images per step")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--bf16", action="store_true", help="bfloat16: faster on GPUs")
+    parser.add_argument("--compile", action="store_true", help="compile the model: faster on GPUs")
     parser.add_argument("--data-dir", default="data", help="folder of CIFAR-10")
     data = parser.add_mutually_exclusive_group()
-    data.add_argument("--image-folder", type=os.path.realpath, metavar="DIR",
-                      help="train on the images in DIR/train/CLASS, test on DIR/val/CLASS")
+    data.add_argument("--image-folder", metavar="DIR",
+                      help="train on the images in DIR/train/CLASS, validate on DIR/val/CLASS")
     data.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                       help="train on N generated images (512 without a number)")
-    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
+    parser.add_argument("--workers", type=int, default=4, help="loader processes of each process")
+    parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
+                        help="file to save and resume from")
     parser.add_argument("--save-every", type=float, default=5,
                         help="minutes between checkpoints; one more is saved after each epoch")
     parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
+    if args.lr is None:
+        args.lr = 0.02 if args.pretrained else 0.2
     if args.image_size is None:
         small = args.model == "resnet18" and not args.image_folder and not args.pretrained
         args.image_size = 32 if small else 224
     return args
 
 
-# Flags that may differ when a run is resumed. (With other --epochs, the learning rates change.)
-MAY_CHANGE = ("epochs", "batch_size", "bf16", "workers", "data_dir", "checkpoint", "save_every",
-              "log_every", "timeout")
-
-
-def build_model(args, classes):
-    """Return a model that maps images (N, 3, size, size) to logits (N, classes)."""
-    model = models.get_model(args.model, num_classes=classes)
-    if args.model == "resnet18" and args.image_size <= 32 and not args.pretrained:
-        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # usual for small images
-        model.maxpool = nn.Identity()
-    return model
-
-
-def build_optimizer(args, model, global_batch):
-    """Return the optimizer. The lr of each parameter group is its peak learning rate."""
-    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": weights, "weight_decay": 5e-4}, {"params": others}]  # biases, norms
-    return torch.optim.SGD(groups, lr=args.lr * global_batch / 256, momentum=0.9, nesterov=True,
-                           fused=True)
-
-
-def load_pretrained(args, model):
-    """Load torchvision's weights, except those of other shapes, such as the last layer's."""
-    weights = models.get_model(args.model, weights="DEFAULT").state_dict()
-    state = model.state_dict()
-    fitting = {name: tensor for name, tensor in weights.items()
-               if name in state and state[name].shape == tensor.shape}
-    state.update(fitting)  # state has the versions of the layers, which weights lacks
-    model.load_state_dict(state)
-    new = sorted(state.keys() - fitting)
-    log(f"pretrained: loaded {len(fitting)} of {len(state)} tensors; initialized at random: "
-        f"{', '.join(new) or 'none'}")
-
-
-def learning_rate(args, step, total_steps):
-    """Return the factor of the peak rates: linear warm-up over a fifth of the steps, then decay."""
-    return min(1, (step + 1) / total_steps / 0.2, (1 - step / total_steps) / 0.8)
+# Flags that may change when a run is resumed. Another value of any other flag is an error
+MAY_CHANGE = ("batch_size", "bf16", "compile", "data_dir", "image_folder", "workers", "checkpoint",
+              "save_every", "log_every", "timeout")
 
 
 def prepare_data(args):
-    """Download what is missing. The first process of each machine calls this."""
+    """Download what is missing. One process of each machine calls this."""
     socket.setdefaulttimeout(60)  # a server may not answer
     if not args.image_folder and not args.fake_data:
         CIFAR10(args.data_dir, download=True)
     if args.pretrained:
-        models.get_model(args.model, weights="DEFAULT")  # downloads them
+        models.get_model(args.model, weights="DEFAULT")
 
 
 def load_data(args):
-    """Return the training set and the test set, each with the names of its classes in .classes.
+    """Return the training set and the validation set. Set args.classes to the names of classes.
 
-    They are data sets of pairs (image, label): images are uint8 (3, 32, 32), with --image-folder
-    PIL images; labels are integers. All processes must return the same samples in the same order:
-    torch and random are seeded; seed numpy, and sort file names and what comes from a set.
+    They are data sets of pairs (uint8 image (3, height, width), label).
+
+    DDP: all processes must return the same samples in the same order. torch and random are seeded;
+    seed numpy, and sort what os.listdir() or a set returns.
     """
     if args.image_folder:
-        read = functools.partial(read_image, size=args.image_size)
-        return [ImageFolder(os.path.join(args.image_folder, folder), loader=read)
-                for folder in ("train", "val")]
+        size = args.image_size
+        read = functools.partial(read_image, size=size)
+        crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+        center = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), v2.PILToTensor()])
+        train_set = ImageFolder(os.path.join(args.image_folder, "train"), crop, loader=read)
+        val_set = ImageFolder(os.path.join(args.image_folder, "val"), center, loader=read)
+        args.classes = train_set.classes
+        if val_set.classes != args.classes:
+            sys.exit("error: train and val have different classes: "
+                     f"{set(args.classes) ^ set(val_set.classes)}")
+        return train_set, val_set
     if args.fake_data:
+        args.classes = list("0123456789")
         sets = fake_images(args.fake_data, (3, 32, 32), args.seed)
-        classes = list("0123456789")
-    else:
-        cifar10 = [CIFAR10(args.data_dir, train=True), CIFAR10(args.data_dir, train=False)]
-        sets = [(torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous(),
-                 torch.tensor(data.targets)) for data in cifar10]
-        classes = cifar10[0].classes
-    sets = [TensorDataset(images, labels) for images, labels in sets]
-    for data in sets:
-        data.classes = classes
-    return sets
+        return [TensorDataset(images, labels) for images, labels in sets]
+    train_set, val_set = CIFAR10(args.data_dir, train=True), CIFAR10(args.data_dir, train=False)
+    args.classes = train_set.classes
+    return [TensorDataset(torch.from_numpy(cifar10.data).permute(0, 3, 1, 2).contiguous(),
+                          torch.tensor(cifar10.targets)) for cifar10 in (train_set, val_set)]
 
 
-def transforms(args, train_set):
-    """Return the transform of (image, label): images to uint8 (3, size, size), random to train."""
-    size = args.image_size
-    if args.image_folder and train_set:
-        steps = [v2.ToImage(), v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-    elif args.image_folder:
-        steps = [v2.ToImage(), v2.Resize(size * 8 // 7), v2.CenterCrop(size)]  # 256 and 224
-    else:
-        crop = v2.RandomCrop(32, padding=4, padding_mode="reflect")  # shifts by up to 4 pixels
-        steps = [crop, v2.RandomHorizontalFlip()] if train_set else [v2.ToImage()]
-        if size != 32 or not train_set:  # CIFAR-10's images have 32 pixels
-            steps.append(v2.Resize(size))
-    return v2.Compose(steps)
+def read_image(path, size):
+    """Return the image at path in RGB, upright, and on gray if it is transparent."""
+    try:
+        with Image.open(path) as image:
+            image.draft(None, (4 * size, 4 * size))  # decodes large JPEGs smaller, which is faster
+            ImageOps.exif_transpose(image, in_place=True)
+            if image.has_transparency_data:  # not on white or black: it would hide such drawings
+                gray = Image.new("RGBA", image.size, "gray")
+                image = Image.alpha_composite(gray, image.convert("RGBA"))
+            return image.convert("RGB")
+    except Exception as error:
+        raise RuntimeError(f"cannot read the image {path}") from error
 
 
-def normalize(images):
-    """Return uint8 images as floats, of about mean 0 and deviation 1 for photographs."""
-    if images.dtype != torch.uint8:
-        raise TypeError("normalize expects uint8: remove ToDtype and Normalize from transforms")
-    return images.sub(115.0).div_(57.0).to(memory_format=torch.channels_last)
+def shift_and_flip(images):
+    """Return the images, each shifted by up to 4 pixels and mirrored, or not, at random."""
+    count, _, height, width = images.shape
+    padded = F.pad(images.float(), (4, 4, 4, 4), mode="reflect")
+    shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, 3, 9, 9, height, width), a view
+    down, right = torch.randint(9, (2, count), device=images.device)
+    shifted = shifts[torch.arange(count, device=images.device), :, down, right]
+    mirrored = torch.rand(count, 1, 1, 1, device=images.device) < 0.5
+    return torch.where(mirrored, shifted.flip(3), shifted)
+
+
+# Mean and deviation of red, green and blue, which pretrained weights expect
+IMAGENET = torch.tensor([[123.7, 116.3, 103.5], [58.4, 57.1, 57.4]]).view(2, 3, 1, 1)
+
+
+def normalize(args, images):
+    """Return images of values from 0 to 255 as the model takes them, of args.image_size."""
+    mean, deviation = IMAGENET.to(images.device, non_blocking=True)
+    images = images.sub(mean).div_(deviation).contiguous(memory_format=torch.channels_last)
+    if images.shape[-1] != args.image_size:  # CIFAR-10, for a model that takes larger images
+        images = F.interpolate(images, size=2 * [args.image_size], mode="bilinear")
+    return images
+
+
+def build_model(args):
+    """Return a model of images (N, 3, size, size) to logits (N, classes)."""
+    model = models.get_model(args.model, num_classes=len(args.classes))
+    if args.model == "resnet18" and args.image_size <= 32 and not args.pretrained:
+        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # usual for small images
+        model.maxpool = nn.Identity()
+    if args.pretrained:  # all weights but those of other shapes: the last layer's
+        state = model.state_dict()
+        weights = models.get_model(args.model, weights="DEFAULT").state_dict()
+        fitting = {name: tensor for name, tensor in weights.items()
+                   if name in state and state[name].shape == tensor.shape}
+        state.update(fitting)
+        model.load_state_dict(state)
+        log(f"not pretrained: {', '.join(sorted(state.keys() - fitting)) or 'nothing'}")
+    return model.to(memory_format=torch.channels_last)
+
+
+def build_optimizer(args, model, steps):
+    """Return the optimizer, and a scheduler of the learning rate for this number of steps.
+
+    A resumed run continues with the saved states of both: an edit here needs a new run.
+    """
+    def factor(step):  # warm-up over a fifth of the steps, then decay to 0
+        return min(1, (step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps))
+
+    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": weights, "weight_decay": 5e-4}, {"params": others}]  # biases, norms
+    optimizer = torch.optim.SGD(groups, lr=args.lr * args.global_batch / 256, momentum=0.9,
+                                nesterov=True, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def loss_and_counts(args, model, images, labels):
     """Return the mean loss of the images, and how many are classified correctly, as tensors.
 
-    The loss is a mean over the samples (not over weights or tokens). The counts may have any shape:
-    they are added up over all batches and processes, for metrics().
+    The loss must be a mean over the samples: with class weights, use reduction="none" and .mean().
+    The counts may have any shape: they are added up over all batches and processes, for metrics().
     """
-    smoothing = 0.1 if model.training else 0.0  # so the training loss is higher than the test loss
-    logits = model(normalize(images))
-    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    smoothing = 0.0
+    if model.training:
+        smoothing = 0.1  # so the training loss is higher than the validation loss
+        if not args.image_folder:  # load_data() has cropped and mirrored images of a folder
+            images = shift_and_flip(images)
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
+        logits = model(normalize(args, images))
+        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
     return loss, (logits.argmax(1) == labels).sum()
 
 
@@ -211,320 +245,360 @@ def metrics(counts, samples):
     return {"accuracy": counts / samples}
 
 
+def train_step(args, step, ddp_model, optimizer, scheduler, batches, sums):
+    """Make one step, with the gradient of the mean loss of a global batch.
+
+    A global batch has args.parts parts of at most --batch-size images. Of 8 parts on 2 processes,
+    rank 0 computes the parts 0, 2, 4 and 6. With several parts, this is gradient accumulation.
+    """
+    world_size = dist.get_world_size()
+    optimizer.zero_grad()
+    for part in range(dist.get_rank(), args.parts, world_size):  # DDP: the parts of this process
+        batch = next(batches)
+        # DDP: other random numbers for each part. A resumed run draws the same
+        seed_all(args.seed, step, part)
+        # DDP: exchange gradients once, in the backward() of the last part
+        ddp_model.require_backward_grad_sync = part + world_size >= args.parts
+        # DDP: call ddp_model, never the model in it: otherwise no gradients are averaged
+        loss, counts = loss_and_counts(args, ddp_model, *batch)
+        # DDP averages the sums of all processes. If 256 images are 2 parts on each of 2 processes,
+        # each part has 64, and the weight is 1/2: the average is the gradient of the mean of 256
+        weight = len(batch[0]) * world_size / args.global_batch
+        (weight * loss).backward()  # DDP: averages the gradients of all processes
+        sums.add(loss, counts, len(batch[0]))
+    optimizer.step()  # to clip gradients: before it. To update an average of weights: after it
+    scheduler.step()
+
+
+@torch.no_grad()
+def evaluate(args, model, batches):
+    """Return the results of all processes' validation batches, by name ({} without samples)."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)  # DDP: all use rank 0's running averages of BatchNorm
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    sums = Sums()
+    for batch in batches:
+        loss, counts = loss_and_counts(args, model, *batch)
+        sums.add(loss, counts, len(batch[0]))
+    for module, training in modes.items():  # as before: some layers may be frozen
+        module.train(training)
+    return sums.results("val_")
+
+
 # ---- Training ----
+# DDP: what exchanges data (train_step(), evaluate(), results(), check_model(), close_group()) must
+# run in all processes. Below "if rank == 0", it would wait for the others until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
-    # DDP: the number of this process, how many there are, its GPU; args and checkpoint of rank 0
-    args, rank, world_size, device, checkpoint = form_group(args)
-
-    torch.manual_seed(args.seed)  # DDP: what load_data draws is the same in all processes
-    random.seed(args.seed)
-    train_set, test_set = load_data(args)
-    images, classes = len(train_set), list(train_set.classes)
-    if classes != list(test_set.classes):
-        unlike = set(classes) ^ set(test_set.classes) or classes  # or in another order
-        sys.exit(f"error: training set and test set have different classes: {unlike}")
-    global_batch = choose_global_batch(args, checkpoint, images, world_size)
-    steps_per_epoch = images // global_batch  # samples that fill no batch are left out
-    total_steps = args.epochs * steps_per_epoch
-    # DDP and gradient accumulation: a batch is divided into parts of at most --batch-size samples.
-    # Of 8 parts on 2 processes, rank 0 computes the parts 0, 2, 4 and 6, and rank 1 the others
-    parts = world_size * math.ceil(global_batch / (world_size * args.batch_size))
-    own_parts = range(rank, min(parts, global_batch), world_size)
-
-    torch.manual_seed(args.seed)  # so that the first weights do not depend on load_data
-    model = build_model(args, len(classes)).to(device, memory_format=torch.channels_last)
-    if not model.training:  # from_pretrained() of Hugging Face returns it in evaluation mode
-        model.train()
-    if args.pretrained:  # also if resumed: an average of the weights begins with them
-        load_pretrained(args, model)
-    optimizer = build_optimizer(args, model, global_batch)
-    peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, images=images, classes=classes, global_batch=global_batch,
-                            image_folder=bool(args.image_folder))  # wherever it is
-    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
-    saved = {"model": model, "optimizer": optimizer}
-    step = restore(checkpoint, settings, saved)
-    del checkpoint  # free the memory of its copy of the weights
-    # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients of
-    # all processes. ddp_model calls the same model
+    # DDP: connects the processes. All get the flags and the checkpoint of rank 0
+    args, device, checkpoint = form_group(args)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    seed_all(args.seed)  # DDP: all processes draw the same data and weights
+    train_set, val_set = load_data(args)
+    if not world_size <= args.global_batch <= len(train_set):
+        sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
+                 f"(processes) and at most {len(train_set)} (training images)")
+    run = describe_run(args, len(train_set))
+    # DDP: a batch has the same number of parts for each process, of at most --batch-size images
+    args.parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
+    steps_per_epoch = len(train_set) // args.global_batch  # leaves out what does not fill a batch
+    steps = args.epochs * steps_per_epoch
+    model = build_model(args).to(device)
+    model.train()  # to freeze BatchNorm: call eval() of these layers after it
+    if args.compile:
+        model.compile()
+    optimizer, scheduler = build_optimizer(args, model, steps)
+    # What each checkpoint has: the states of these objects, for example an average of the weights,
+    saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    progress = {"step": 0, "best_score": -math.inf}  # and plain numbers. Add your own to either
+    resume(checkpoint, run, saved, progress)
+    # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
-    no_sync = ddp_model.no_sync if world_size > 1 else contextlib.nullcontext
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
-        f"torch {torch.__version__} | {args.model} | global batch {global_batch} "
-        f"({world_size} x {global_batch / world_size:g}) of {images} images in {len(classes)} "
-        f"classes | learning rate {peak_rates[0]:g} | steps {step} to {total_steps}"
-        + (", resumed" if step else "")
+    log(f"world size {world_size} on {device.type} | {args.model} | global batch "
+        f"{args.global_batch} ({world_size} x {args.global_batch / world_size:.4g}) of "
+        f"{len(train_set)} images in {len(args.classes)} classes | "
+        f"lr {args.lr * args.global_batch / 256:g} | {args.epochs} epochs, {steps} steps"
+        + (f", resumed after step {progress['step']}" if progress["step"] else "")
+        + ("" if len(val_set) else " | no validation samples: no best weights")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
-    # One iterator for all epochs: its processes start once, and read ahead during evaluations
-    keys = batch_keys(args, images, global_batch, step, own_parts, parts)
-    loader = iter(build_loader(args, train_set, transforms(args, True), device,
-                               batch_sampler=keys))
-    test_indices = range(rank, len(test_set), world_size)  # DDP: each test image once
-    test_keys = [(args.seed, -1, index, index) for index in test_indices]  # equal in all epochs
-    test_loader = build_loader(args, test_set, transforms(args, False), device, sampler=test_keys,
-                               batch_size=args.batch_size)
-
-    signals = catch_signals()
-    first_step = step + 1
-    wait_seconds = 0.0  # for images
-    saved_step, save_time = step, time.perf_counter()
+    signals = collect_signals()
+    parts = own_parts(args, len(train_set), progress["step"])  # DDP: what this process computes
+    loader = build_loader(args, SeededBatches(train_set), sampler=parts, batch_size=None)
+    # For all epochs. iter() starts its processes: before the loop, since threads of gloo work there
+    timer = Timer(args, steps, progress["step"])
+    batches = timer.on_device(iter(loader), device)
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DDP: each image once
+    val_loader = build_loader(args, val_share, batch_size=args.batch_size)
+    save_time = time.monotonic() + 60 * args.save_every
     # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
-        loss_sum = counts = samples = 0  # of this process in this epoch (since a resume)
-        epoch_time = time.perf_counter()
-        while step < (epoch + 1) * steps_per_epoch:
-            # DDP: if one process stopped alone, the others would wait for its gradients. So all
-            # exchange whether one has received a signal, while they compute this step
-            stop = torch.tensor(len(signals))
-            exchange = dist.all_reduce(stop, async_op=True) if world_size > 1 else None
-
-            for group, peak_rate in zip(optimizer.param_groups, peak_rates):
-                group["lr"] = peak_rate * learning_rate(args, step, total_steps)
-            optimizer.zero_grad()
-            for part in own_parts:
-                before = time.perf_counter()
-                batch = next(loader)
-                wait_seconds += time.perf_counter() - before
-                batch = [tensor.to(device, non_blocking=True) for tensor in batch]
-                # DDP: each part has other random numbers (dropout), the same ones after a resume.
-                # (hash() of numbers is the same everywhere)
-                torch.manual_seed(hash((args.seed, step, part)))
-                # DDP: exchange gradients once, after the last part
-                with contextlib.nullcontext() if part == own_parts[-1] else no_sync():
-                    with autocast:
-                        loss, part_counts = loss_and_counts(args, ddp_model, *batch)
-                    # DDP divides the sum of all gradients by world_size. The factor makes of it the
-                    # gradient of the mean loss of the global batch, also if parts differ in length
-                    (loss * (len(batch[0]) * world_size / global_batch)).backward()
-                loss_sum += len(batch[0]) * loss.detach().double()  # on the GPU: no waiting for it
-                counts += part_counts.detach().double()
-                samples += len(batch[0])
-            optimizer.step()
-            step += 1
-
-            now = time.perf_counter()
-            if step == first_step:  # not timed: the first step is slower
-                start = log_time = now
-                wait_seconds = 0.0
-            elif rank == 0 and now - log_time >= args.log_every:
-                log_time = now
-                rate = (step - first_step) / (now - start)
-                # The loss of rank 0 in this epoch; the speed since the first step, with evaluations
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
-                    f"loss {loss_sum / samples:.4f}  "
-                    f"{rate * global_batch:,.0f} images/s  "
-                    f"wait {100 * wait_seconds / (now - start):.0f} %  "
-                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
+    for epoch in range(max(0, progress["step"] - 1) // steps_per_epoch, args.epochs):
+        start, first_step = time.perf_counter(), progress["step"]
+        end_of_epoch = (epoch + 1) * steps_per_epoch
+        sums = Sums()
+        while progress["step"] < end_of_epoch:
+            # DDP: all must save, or stop, after the same step. So they exchange, beside the step,
+            # whether a process has received a signal, and whether it is time to save
+            asked = torch.tensor([len(signals), time.monotonic() > save_time])
+            exchange = dist.all_reduce(asked, async_op=True) if world_size > 1 else None
+            train_step(args, progress["step"], ddp_model, optimizer, scheduler, batches, sums)
+            progress["step"] += 1
             if exchange:
                 exchange.wait()
-            end_of_epoch = step % steps_per_epoch == 0
-            if end_of_epoch:
-                check_weights(saved)
-            due = end_of_epoch or now - save_time >= 60 * args.save_every
-            if rank == 0 and args.checkpoint and (stop or due):
-                saved_step, save_time = step, now
-                save_checkpoint(args.checkpoint, saved, settings, step)
-            if stop and step < total_steps:
+            stop, save_now = asked.tolist()
+            if stop or save_now or progress["step"] == end_of_epoch:
+                check_model(model)
+                save_time = time.monotonic() + 60 * args.save_every
+                if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one saves
+                    states = {name: item.state_dict() for name, item in saved.items()}
+                    states.update(progress=progress, run=run, classes=args.classes)
+                    save(states, args.checkpoint)
+            if stop and progress["step"] < steps:
                 close_group()
-                sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
-        if samples:  # otherwise, the run was resumed at the end of this epoch
-            results = results_of(loss_sum, counts, samples)
-            log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}")
-        with autocast:
-            test = evaluate(args, model, test_loader, device)
-        log(f"epoch {epoch + 1}/{args.epochs}  test {show(test)}  "
-            f"{time.perf_counter() - epoch_time:.1f} s")
-    if rank == 0 and args.checkpoint and step > saved_step:  # if you end the loop early
-        save_checkpoint(args.checkpoint, saved, settings, step)
+                sys.exit(f"stopped by a signal after step {progress['step']}" if rank == 0 else 1)
+            timer.log(epoch, progress["step"], sums)
+
+        results = sums.results()  # {} if resumed at the end of the epoch
+        seconds = time.perf_counter() - start
+        results.update(evaluate(args, model, on_device(val_loader, device)))
+        speed = (end_of_epoch - first_step) * args.global_batch / seconds
+        log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
+            f"{speed:,.0f} images/s")
+        score = results.get("val_accuracy", -math.inf)  # or -results["val_loss"]: higher is better
+        if score > progress["best_score"]:
+            progress["best_score"] = score
+            if rank == 0 and args.checkpoint:
+                save(model.state_dict(), f"{args.checkpoint}.best")
     close_group()
 
 
-def evaluate(args, model, batches, device):
-    """Return the loss and the metrics of all processes' samples. batches: those of this process."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # DDP: BatchNorm's statistics are of a process's own samples
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    loss_sum = counts = samples = 0
-    with torch.no_grad():
-        for batch in batches:
-            batch = [tensor.to(device) for tensor in batch]
-            loss, batch_counts = loss_and_counts(args, model, *batch)
-            loss_sum += len(batch[0]) * loss.double()
-            counts += batch_counts.double()
-            samples += len(batch[0])
-    for module, training in modes.items():  # as before: some may be frozen
-        module.train(training)
-    return results_of(loss_sum, counts, samples)
-
-
-# ---- Data: from files to batches ----
-def read_image(path, size):
-    """Return the image at path as a PIL image in RGB, upright, on gray if it is transparent."""
-    try:
-        with Image.open(path) as image:
-            if image.mode == "F" or image.mode == "I" and image.format not in ("PNG", "PPM"):
-                raise ValueError(f"its mode {image.mode} has no range of 8 or 16 bits: convert it")
-            image.draft(None, (4 * size, 4 * size))  # large JPEGs: smaller, but enough for crops
-            image.load()
-            with contextlib.suppress(Exception):  # damaged EXIF data: viewers show the image, too
-                ImageOps.exif_transpose(image, in_place=True)
-            if image.mode.startswith("I"):  # to 8 bits; convert() alone makes it white
-                image = image.convert("I").point(lambda level: level / 257).convert("L")
-            elif image.has_transparency_data:
-                image = image.convert("RGBA")
-                # Not white or black, which would hide drawings in that color
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "gray"), image)
-            return image if image.mode == "RGB" else image.convert("RGB")
-    except Exception as error:
-        raise RuntimeError(f"cannot read the image {path}: {error}. Replace it: a run can only be "
-                           "resumed with the same number of images") from error
-
-
-class SeededData(Dataset):
-    """Samples, transformed with random numbers of their key alone: a resumed run repeats them.
-
-    A key is a tuple (seed, epoch, place in the epoch, index in data).
-    """
-
-    def __init__(self, data, transform):
-        self.data = data
-        self.transform = transform
-
-    def __getitem__(self, key):
-        *_, index = key
-        torch.default_generator.manual_seed(hash(key))  # torch.manual_seed takes 80 us
-        random.seed(hash(key))
-        return self.transform(*self.data[index])
-
-
-def batch_keys(args, images, global_batch, step, own_parts, parts):
-    """Yield the keys of the samples of this process, from step on: a list for each of its parts."""
-    steps_per_epoch = images // global_batch
+# ---- You need not read the rest to use or edit this file: it loads, connects and saves. ----
+def own_parts(args, images, step):
+    """Yield the parts of this process, from step on: (seed, step, part, indices of its images)."""
+    steps_per_epoch = images // args.global_batch
     for epoch in range(step // steps_per_epoch, args.epochs):
+        # DDP: the same order in all processes. (The hash of numbers is the same everywhere)
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
-        order = torch.randperm(images, generator=shuffle)
-        samples = torch.stack([torch.arange(len(order)), order], 1)  # place in the epoch, index
-        batches = samples.split(global_batch)[:steps_per_epoch]  # what fills no batch is dropped
-        for batch in batches[max(0, step - epoch * steps_per_epoch):]:
-            for part in own_parts:  # DDP: part 1 of 4 has the samples 1, 5, 9, ... of the batch
-                yield [(args.seed, epoch, *sample) for sample in batch[part::parts].tolist()]
+        order = torch.randperm(images, generator=shuffle).tolist()
+        while step < (epoch + 1) * steps_per_epoch:
+            first = step % steps_per_epoch * args.global_batch
+            batch = order[first:first + args.global_batch]
+            for part in range(dist.get_rank(), args.parts, dist.get_world_size()):
+                # DDP: part 1 of 4 has the images 1, 5, 9, ... of the batch
+                yield args.seed, step, part, batch[part::args.parts]
+            step += 1
 
 
-def build_loader(args, data, transform, device, **batches):
-    """Return a DataLoader of transformed samples. batches: its options for keys and batch size."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this machine
-    workers = args.workers if args.workers is not None else max(1, min(8, cores // processes))
-    # With other start methods, loader processes import PyTorch first, and a signal then ends them.
-    # Python 3.14's forkserver also keeps them alive at the end
-    context = "fork" if workers and sys.platform == "linux" else None
-    return DataLoader(SeededData(data, transform), num_workers=workers,
-                      persistent_workers=workers > 0, pin_memory=device.type == "cuda",
-                      worker_init_fn=ignore_signals, timeout=args.timeout if workers else 0,
-                      multiprocessing_context=context, **batches)
+class SeededBatches(Dataset):
+    """A batch of the samples of data for each (seed, step, part, indices) of own_parts()."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __getitem__(self, part):
+        *numbers, indices = part
+        seed_all(*numbers)  # other random crops for each part. A resumed run draws the same
+        return default_collate([self.data[index] for index in indices])
+
+
+def seed_all(*numbers):
+    """Seed the random numbers of torch and Python in this process by these integers."""
+    seed = hash(numbers)  # of integers, the same in all processes
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms
+    if torch.cuda.is_initialized():  # not in a loader process
+        torch.cuda.manual_seed(seed)
+
+
+def build_loader(args, data, **options):
+    """Return a DataLoader whose processes start once."""
+    options.update(num_workers=args.workers, pin_memory=torch.cuda.is_available())
+    if args.workers:
+        options.update(persistent_workers=True, worker_init_fn=ignore_signals,
+                       timeout=args.timeout)  # a sample that does not come is an error
+    if args.workers and sys.platform == "linux":
+        options["multiprocessing_context"] = "fork"  # other methods import PyTorch in each process
+    return DataLoader(data, **options)
 
 
 def ignore_signals(worker):
-    """Slurm and Ctrl-C signal all processes, but training needs images until it has saved."""
+    """Slurm and Ctrl-C signal loader processes, too, but training needs their images."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
 
 
-# ---- The last part starts, connects, saves and stops the processes. You need not read it. ----
-def main():
-    try:
-        train(parse_args())
-    finally:  # after an exception, Python would wait for the loader's processes for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
-        for process in mp.active_children():
-            process.kill()
+def collect_signals():
+    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
+    signals = []
+
+    def receive(signum, frame):
+        signals.append(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, receive)
+    return signals
 
 
-def form_group(args):
-    """Connect all processes. Return args, rank, world size, device, and checkpoint ({} if none).
+class Timer:
+    """Measures the speed, and the time of waiting for images. Prints a line every --log-every s."""
 
-    args and checkpoint come from rank 0: another machine may not have the file.
-    """
-    rank, local_rank, world_size = setup_environment()
-    device = pick_device(local_rank)
-    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
-        prepare_data(args)
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
-                            device_id=device if cuda else None, world_size=world_size,
-                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint]
-    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    args, checkpoint = of_rank_0  # on all ranks
-    if local_rank == 0 and rank > 0:
-        prepare_data(args)  # on machines that do not share the disk of rank 0
-    dist.barrier()  # now each machine has the data
-    return args, rank, world_size, device, checkpoint
+    def __init__(self, args, steps, step):
+        self.args, self.steps, self.first_step = args, steps, step + 1
+        self.wait = 0.0
 
+    def on_device(self, batches, device):
+        """Yield the batches on the device, and add up the seconds of waiting for them."""
+        while True:
+            before = time.monotonic()
+            batch = next(batches)
+            self.wait += time.monotonic() - before
+            yield [tensor.to(device, non_blocking=True) for tensor in batch]
 
-def setup_environment():
-    """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
-    env = os.environ
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    other_launcher = "TORCHELASTIC_RUN_ID" in env or int(env.get("WORLD_SIZE", 1)) > tasks
-    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if tasks > 1 and not other_launcher and not shell:  # srun python train.py
-        # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
-        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
-        # Another port for each job and step, because those of one node may run at the same time
-        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
-    return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    def log(self, epoch, step, sums):
+        """Print rank 0's loss in this epoch, the speed since the first step, and the time left."""
+        now = time.monotonic()
+        if step == self.first_step:  # the first step is slower, and is not timed
+            self.start = self.last = now
+            self.wait = 0.0
+        elif now - self.last >= self.args.log_every:
+            self.last = now
+            seconds = now - self.start
+            rate = (step - self.first_step) / seconds
+            log(f"epoch {epoch + 1}/{self.args.epochs}  step {step}/{self.steps}  "
+                f"loss {sums.loss / sums.samples:.4f}  "
+                f"{rate * self.args.global_batch:,.0f} images/s  "
+                f"wait {100 * self.wait / seconds:.0f} %  "
+                f"{timedelta(seconds=round((self.steps - step) / rate))} left")
 
 
-def pick_device(local_rank):
-    """Return this process's GPU, or the CPU if there is no GPU."""
-    gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
-    if gpus and not torch.cuda.is_available():
-        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs: is the driver too old? "
-                 "To use the CPU, set CUDA_VISIBLE_DEVICES=")
-    # srun may show a process only its own GPU. NCCL refuses two processes on one GPU
-    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+def on_device(loader, device):
+    """Yield the batches of a DataLoader (lists of tensors) on the device."""
+    for batch in loader:
+        yield [tensor.to(device, non_blocking=True) for tensor in batch]
 
 
-def results_of(loss_sum, counts, samples):
-    """Return the mean loss and the metrics of all processes' samples, by name ({} if none)."""
-    sums = loss_sum, counts, samples
-    sums = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums)  # not all_reduce: a rank without samples has no counts
-    loss_sum, counts, samples = (sum(values) for values in zip(*of_ranks))
-    if not samples:
-        return {}
-    means = {"loss": loss_sum / samples, **metrics(counts, samples)}
-    return {name: float(value) for name, value in means.items()}
+class Sums:
+    """Adds up losses and counts on the GPU: only results() waits for it."""
+
+    def __init__(self):
+        self.loss = self.counts = self.samples = 0
+
+    def add(self, loss, counts, samples):
+        """Add the mean loss, and the counts, of a batch of this number of samples."""
+        self.loss += samples * loss.detach().double()
+        self.counts += counts.detach().double()
+        self.samples += samples
+
+    def results(self, prefix=""):
+        """Return mean loss and metrics of all processes' samples, by name ({} without samples)."""
+        values = [torch.as_tensor(value).cpu() for value in (self.loss, self.counts, self.samples)]
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, values)  # not all_reduce: a rank may have no samples
+        loss, counts, samples = (sum(values) for values in zip(*of_ranks))
+        if not samples:
+            return {}
+        means = {"loss": loss / samples, **metrics(counts, samples)}
+        return {prefix + name: float(value) for name, value in means.items()}
 
 
 def show(results):
     """Return results as text, for the log."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items()) or "no samples"
+    return "  ".join(f"{name} {value:.4f}" for name, value in results.items())
 
 
-def choose_global_batch(args, checkpoint, samples, world_size):
-    """Return the global batch size. A resumed run keeps it on any number of processes."""
-    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
-    global_batch = min(args.global_batch or default, samples)
-    if global_batch < world_size:
-        sys.exit(f"error: {world_size} processes, but {global_batch} samples in a step: start "
-                 "fewer processes, or use more samples")
-    return global_batch
+def form_group(args):
+    """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
+                 "own. Start one task per node, with torchrun, or set RANK=0 for a single process")
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun. Otherwise, this is the only process
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # the number on this machine
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device, backend = torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()  # of the driver, which may be too old for this PyTorch
+    if gpus and (not torch.cuda.is_available() or local_rank >= gpus):
+        sys.exit(f"error: process {local_rank} of this machine cannot use a GPU of its own (torch "
+                 f"{torch.__version__}, {gpus} GPUs): start one process per GPU, update the "
+                 "driver, or set CUDA_VISIBLE_DEVICES= to train on CPUs")
+    if gpus:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"  # two: flags and sums are exchanged between CPUs
+    checkpoint = {}
+    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
+        prepare_data(args)
+        checkpoint = load_checkpoint(args.checkpoint)
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store,
+                            device_id=device if gpus else None,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args, checkpoint]  # other flags may be typed elsewhere, and FILE may be missing
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    args, checkpoint = of_rank_0
+    if local_rank == 0 and rank > 0:
+        prepare_data(args)  # on machines that do not share the disk of rank 0
+    dist.barrier()  # now each machine has the data
+    return args, device, checkpoint
+
+
+def load_checkpoint(path):
+    """Return the checkpoint at path, {} if there is none."""
+    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
+    if not path or not os.path.exists(path):
+        return {}
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if "run" not in checkpoint:
+        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+    return checkpoint
+
+
+def describe_run(args, samples):
+    """Return what a resumed run may not change: flags and number of training samples, as text."""
+    run = {**vars(args), "training_samples": samples}
+    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+
+
+def resume(checkpoint, run, saved, progress):
+    """Load the checkpoint, if there is one, into the items of saved and into progress."""
+    if not checkpoint:
+        return
+    before = checkpoint["run"]
+    changes = [f"{name} was {before.get(name)}, is {run.get(name)}" for name in {**before, **run}
+               if before.get(name, "None") != run.get(name, "None")]
+    if changes:
+        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): use the "
+                 "same flags and data, or another --checkpoint")
+    for name, item in saved.items():
+        item.load_state_dict(checkpoint.pop(name))  # pop: frees its memory
+    progress.update(checkpoint["progress"])
+
+
+def check_model(model):
+    """Exit unless the trained weights are finite, and their norms equal in all processes."""
+    norms = torch.stack([torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).double()
+                         for weight in model.parameters() if weight.requires_grad])
+    means = norms / dist.get_world_size()
+    dist.all_reduce(means)  # over all processes: NaN of one is NaN in all
+    if not means.isfinite().all():
+        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
+                 "--checkpoint), or look for NaN and very large values in the data")
+    if not torch.allclose(norms, means):
+        sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
+
+
+def save(checkpoint, path):
+    """Write the checkpoint to path: at any moment, it is the old file or the complete new one."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
 
 
 def close_group():
@@ -534,107 +608,14 @@ def close_group():
     dist.destroy_process_group()
 
 
-def catch_signals():
-    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
-    signals = []
-
-    def handler(signum, frame):
-        log("signal received: stopping within a few steps, or after this evaluation")
-        signals.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-    return signals
-
-
-def norms_of(saved):
-    """Return the norms of all weights in saved. Exit if a weight is not finite."""
-    norms = torch.stack([weight.detach().norm().cpu() for item in saved.values()
-                         if isinstance(item, nn.Module) for weight in item.parameters()])
-    if not norms.isfinite().all():
-        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
-                 "--checkpoint), or look for NaN and very large values in the data")
-    return norms
-
-
-def check_weights(saved):
-    """Exit if the norms of weights differ by process: then no gradients were averaged."""
-    norms = norms_of(saved)
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, norms)
-    if not all(torch.allclose(norms, others) for others in of_ranks):
-        sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
-
-
-def different(settings, others):
-    """Return the names of settings whose values differ. A missing setting counts as None."""
-    return [name for name in {**settings, **others}
-            if str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
-
-
-def run_settings(args, **more):
-    """Return what defines the run: all flags except MAY_CHANGE, and more. Exit if ranks differ."""
-    settings = {**vars(args), **more}
-    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, settings)
-    names = sorted({name for others in of_ranks for name in different(settings, others)})
-    if names:
-        sys.exit(f"error: the processes have different data or settings ({', '.join(names)}): sort "
-                 "what comes from a set or a folder, and seed what is random")
-    return settings
-
-
-def save_checkpoint(path, saved, settings, step):
-    """Write a checkpoint. At any moment, the file at path is the old or the complete new one."""
-    norms_of(saved)  # exits if weights are not finite
-    states = {name: item.state_dict() for name, item in saved.items()}
-    temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
-    with open(temporary, "wb") as file:
-        torch.save({**states, "settings": settings, "step": step}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    log(f"saved step {step} in {path}")
-
-
-def load_checkpoint(path):
-    """Return the checkpoint at path, {} if there is none."""
-    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
-        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
-    if not path or not os.path.exists(path):
-        return {}
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def restore(checkpoint, settings, saved):
-    """Load the checkpoint, if any, into the items of saved. Return its step, or 0."""
-    if not checkpoint:
-        return 0
-    before = checkpoint["settings"]
-    changes = [f"{name} {before.get(name)}, not {settings.get(name)}"
-               for name in different(before, settings)]
-    if changes:
-        sys.exit(f"error: the checkpoint has other settings ({'; '.join(changes):.500}): use the "
-                 "same flags and data, or another --checkpoint. If a flag of your own may differ, "
-                 "add it to MAY_CHANGE")
-    for name, item in saved.items():
-        item.load_state_dict(checkpoint[name])
-    return checkpoint["step"]
-
-
 def log(message):
-    """Print on rank 0. A run does not end because it cannot print."""
-    if os.environ.get("RANK", "0") == "0":
-        # OSError: a closed pipe (| head). ValueError: an encoding. RuntimeError: a signal's print
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            print(message, flush=True)
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)
 
 
 def fake_images(count, shape, seed):
-    """Return a training set of ten classes that can be learned, and a test set a quarter as large.
+    """Return a training set of ten classes that can be learned, and a quarter as many to validate.
 
     Each is a pair: images (N, *shape) as uint8, labels (N,).
     """
@@ -645,6 +626,15 @@ def fake_images(count, shape, seed):
     noise = torch.randint(256, (len(labels), *shape), generator=generator, dtype=torch.uint8)
     images = ((2 * patterns[labels] + noise) / 3).to(torch.uint8)
     return (images[:count], labels[:count]), (images[count:], labels[count:])
+
+
+def main():
+    try:
+        train(parse_args())
+    finally:  # after an exception, Python would wait for the loader's processes for ever
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
+        for process in mp.active_children():
+            process.kill()
 
 
 if __name__ == "__main__":

@@ -1,31 +1,28 @@
 # SPDX-License-Identifier: MIT-0
-"""Read this first: how several processes train one model, with DistributedDataParallel (DDP).
+"""Read this first: several processes train one model, with DistributedDataParallel (DDP).
 
     python train.py                                       # one process
     torchrun --standalone --nproc-per-node=2 train.py     # two processes of this machine
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --kill-on-bad-exit=1 python train.py
 
-Type the third command on each of the two machines. Each process runs this whole file. All begin
-with the same weights, and each computes the gradient of its share of every batch. backward()
-averages the gradients of all processes, so all make the same step, and their weights stay equal.
-The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
+Type the third command on each of two machines; HOST is the name of one of them. Each process runs
+this whole file. All begin with the same weights, and each computes the gradient of its share of
+every batch. backward() averages the gradients of all processes, so all make the same step, and
+their weights stay equal. The number of a process, from 0, is its rank.
 
-With --checkpoint FILE, the run saves at the end of each epoch, and the same command resumes it
-there, on any number of processes. SIGTERM or Ctrl-C stop all processes at the end of the epoch,
-with status 1, for slurm/cpu.sbatch to requeue the job.
+The lines that a script for one process does not have are marked with "DDP:". They connect the
+processes, take a share of each batch, call the model through DDP, add up what is logged, and save
+on one process. A step has --global-batch samples on any number of processes, with equal losses.
 
-The example is a linear model on CPUs. To train your own model on GPUs, copy synthetic_ddp/train.py:
-it has the same parts, with a DataLoader and a test set.
+With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
+a power cut, the same command continues after the last saved epoch, on any number of processes.
 
-Follows "PyTorch DDP on CPU" (Slurm) and "Get Started Training a Model using PyTorch DDP in 5
-Minutes (CPU)" (Kubernetes) of awsome-distributed-training.
+This file trains on CPUs, to be easy to read. synthetic_ddp/train.py has the same parts for GPUs,
+with a DataLoader and a validation set: copy that one. Follows "PyTorch DDP on CPU" (Slurm) and "Get
+Started Training a Model using PyTorch DDP in 5 Minutes (CPU)" of awsome-distributed-training.
 """
 import argparse
-import contextlib
 import os
-import re
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -38,28 +35,29 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-# ---- Flags, data, model, loss: edit these for your own training. ----
+# ---- Flags, data, model, optimizer, loss, loop: what a script for one process has, too. ----
 def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=32,
-                        help="samples per process and step; a resume keeps the global batch")
+    parser.add_argument("--global-batch", type=int, default=64,
+                        help="samples in a step, over all processes")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
-    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
+    parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
+                        help="file to save and resume from")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     return parser.parse_args(flags)
 
 
-def load_data(args):
-    """Return inputs (N, 20), and targets (N, 1): a linear function with noise of 0.1.
+# Flags that may change when a run is resumed. Another value of any other flag is an error
+MAY_CHANGE = ("checkpoint", "timeout")
 
-    All processes must return the same samples in the same order: sort what os.listdir() or a set
-    returns, and seed numpy. (torch is seeded.)
-    """
+
+def load_data(args):
+    """Return inputs (N, 20), and targets (N, 1): a linear function with noise of 0.1."""
     inputs = torch.randn(args.samples, 20)
     noise = 0.1 * torch.randn(args.samples, 1)
     return inputs, inputs @ torch.randn(20, 1) + noise
@@ -70,140 +68,139 @@ def build_model(args):
     return nn.Linear(20, 1)
 
 
+def build_optimizer(args, model):
+    """Return the optimizer."""
+    return torch.optim.SGD(model.parameters(), lr=args.lr)
+
+
 def loss_of(args, model, inputs, targets):
     """Return the mean loss of the samples."""
     return F.mse_loss(model(inputs), targets)
 
 
+def train_epoch(args, ddp_model, optimizer, inputs, targets, epoch):
+    """Train on all samples, in an order of this epoch. Return the mean loss."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # DDP: the same order in all processes. (The hash of numbers is the same everywhere)
+    shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
+    order = torch.randperm(len(inputs), generator=shuffle)
+    steps = len(inputs) // args.global_batch  # leaves out what does not fill a batch
+    loss_sum = torch.zeros(())
+    for batch in order.split(args.global_batch)[:steps]:
+        share = batch[rank::world_size]  # DDP: rank 1 of 4 takes the samples 1, 5, 9, ...
+        optimizer.zero_grad()
+        loss = loss_of(args, ddp_model, inputs[share], targets[share])
+        # DDP: 1 if all shares are equal. If two processes share 5 samples, it is 6/5 for the 3 and
+        # 4/5 for the 2: the average of their gradients is then that of the mean of all 5
+        weight = len(share) * world_size / len(batch)
+        (weight * loss).backward()  # DDP: averages the gradients of all processes
+        optimizer.step()
+        loss_sum += len(share) * loss.detach()
+    dist.all_reduce(loss_sum)  # DDP: adds up the losses of all processes
+    return loss_sum.item() / (steps * args.global_batch)
+
+
 # ---- Training ----
-# DDP: all processes must make the same calls that exchange data: ddp_model(...), backward(),
-# dist.all_reduce(...), check_model() and close_group(). Below "if rank == 0", such a call would
-# wait for the other processes until --timeout.
+# DDP: what exchanges data (backward(), all_reduce(), check_model(), close_group()) must run in all
+# processes. Below "if rank == 0", it would wait for the others until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
-    # DDP: connect the processes. All use the flags and the checkpoint of rank 0
-    args, rank, world_size, checkpoint = form_group(args)
-
-    torch.manual_seed(args.seed)  # DDP: all processes draw the same data
-    x, y = load_data(args)
+    args, checkpoint = form_group(args)  # DDP: connects the processes. All get those of rank 0
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)  # DDP: all processes draw the same data and weights
+    inputs, targets = load_data(args)
+    if not world_size <= args.global_batch <= len(inputs):
+        sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
+                 f"(processes) and at most {len(inputs)} (samples)")
     model = build_model(args)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    run = {"lr": args.lr, "seed": args.seed, "samples": len(x)}  # a resume may not change these
-    if checkpoint:
-        if checkpoint.get("run") != run:
-            sys.exit(f"error: the checkpoint is from a run with {checkpoint.get('run')}, this one "
-                     f"has {run}: use the same flags, or another --checkpoint")
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    epochs_done = checkpoint.get("epochs_done", 0)
-    # DDP: a step has more samples on more processes. But a resumed run keeps its global batch: on
-    # fewer processes, each has a larger share
-    global_batch = checkpoint.get("global_batch", args.batch_size * world_size)
-    if not world_size <= global_batch <= len(x):
-        sys.exit(f"error: a step takes {global_batch} of {len(x)} samples, for {world_size} "
-                 "processes: start fewer, or use a smaller --batch-size")
-    used = len(x) // global_batch * global_batch  # an epoch leaves out the others, at random
-    # DDP: ddp_model calls the same model. From here on, backward() averages the gradients of all
-    # processes
+    optimizer = build_optimizer(args, model)
+    saved = {"model": model, "optimizer": optimizer}  # what each checkpoint has: their states,
+    progress = {"epoch": 0}  # and plain numbers
+    run = describe_run(args, len(inputs))
+    resume(checkpoint, run, saved, progress)
+    # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model) if world_size > 1 else model
-    log(f"world size {world_size} | torch {torch.__version__} | global batch {global_batch} "
-        f"({world_size} x {global_batch / world_size:g}) of {len(x)} samples | "
-        f"learning rate {args.lr} | epochs {epochs_done} to {args.epochs}"
-        + (", resumed" if checkpoint else "")
+    log(f"world size {world_size} | global batch {args.global_batch} "
+        f"({world_size} x {args.global_batch / world_size:.4g}) of {len(inputs)} samples | "
+        f"lr {args.lr:g} | {args.epochs} epochs"
+        + (f", resumed after {progress['epoch']}" if progress["epoch"] else "")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
-    signals = collect_signals()
-    for epoch in range(epochs_done, args.epochs):
-        # Random numbers begin anew in each epoch, so that a resumed run has the same. (hash() of
-        # numbers is the same in all processes)
-        torch.manual_seed(hash((args.seed, epoch)))
-        order = torch.randperm(len(x))[:used]  # DDP: the same order in all processes
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # DDP: for dropout, each has others
-        loss_sum = 0
-        for batch in order.split(global_batch):
-            share = batch[rank::world_size]  # DDP: rank 1 of 4 takes samples 1, 5, 9, ...
-            optimizer.zero_grad()
-            loss = loss_of(args, ddp_model, x[share], y[share])
-            # DDP: the factor is 1 if the shares are equal. If two processes share 5 samples, it is
-            # 3 * 2 / 5 and 2 * 2 / 5: each sample then has the same weight in the average
-            (loss * (len(share) * world_size / global_batch)).backward()
-            optimizer.step()
-            loss_sum += len(share) * loss.item()
-
-        # DDP: add up the losses, and the signals, of all processes. If one process stopped alone,
-        # the others would wait for its gradients
-        sums = torch.tensor([loss_sum, len(signals)], dtype=torch.float64)
-        dist.all_reduce(sums)
-        loss_sum, stop = sums.tolist()
-        log(f"epoch {epoch + 1}/{args.epochs}  loss {loss_sum / used:.4f}")
+    for epoch in range(progress["epoch"], args.epochs):
+        # DDP: other random numbers (of dropout) in each process. A resumed run draws the same
+        torch.manual_seed(hash((args.seed, epoch, rank)))
+        loss = train_epoch(args, ddp_model, optimizer, inputs, targets, epoch)
+        log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}")
         check_model(model)
-        if rank == 0 and args.checkpoint:
-            save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "run": run,
-                  "epochs_done": epoch + 1, "global_batch": global_batch}, args.checkpoint)
-        if stop and epoch + 1 < args.epochs:
-            close_group()
-            sys.exit(f"stopped by a signal after epoch {epoch + 1}" if rank == 0 else 1)
+        progress["epoch"] = epoch + 1
+        if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one process saves
+            states = {name: item.state_dict() for name, item in saved.items()}
+            save({**states, "progress": progress, "run": run}, args.checkpoint)
     close_group()
 
 
-# ---- You need not read the rest to use or edit this file: it connects, stops and saves. ----
+# ---- You need not read the rest: it connects, saves and resumes. ----
 def form_group(args):
-    """Connect all processes. Return args, rank, world size, and checkpoint ({} if none).
-
-    args and checkpoint come from rank 0: another machine may not have the file.
-    """
-    rank, _, world_size = setup_environment()
+    """Connect all processes. Return the flags and the checkpoint of rank 0."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
+                 "own. Start one task per node, with torchrun, or set RANK=0 for a single process")
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun. Otherwise, this is the only process
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     # Before the group is formed: if this fails, the launcher ends the other processes
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint]
+    of_rank_0 = [args, checkpoint]  # other flags may be typed elsewhere, and FILE may be missing
     dist.broadcast_object_list(of_rank_0)
     args, checkpoint = of_rank_0
-    return args, rank, world_size, checkpoint
+    return args, checkpoint
 
 
-def setup_environment():
-    """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
-    env = os.environ
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    other_launcher = "TORCHELASTIC_RUN_ID" in env or int(env.get("WORLD_SIZE", 1)) > tasks
-    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if tasks > 1 and not other_launcher and not shell:  # srun python train.py
-        # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
-        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
-        # Another port for each job and step, because those of one node may run at the same time
-        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
-    return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
+def load_checkpoint(path):
+    """Return the checkpoint at path, {} if there is none."""
+    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
+    if not path or not os.path.exists(path):
+        return {}
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if "run" not in checkpoint:
+        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+    return checkpoint
 
 
-def collect_signals():
-    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
-    signals = []
+def describe_run(args, samples):
+    """Return what a resumed run may not change: flags and number of training samples, as text."""
+    run = {**vars(args), "training_samples": samples}
+    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
 
-    def handler(signum, frame):
-        log("signal received: stopping at the end of this epoch")
-        signals.append(signum)
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-    return signals
+def resume(checkpoint, run, saved, progress):
+    """Load the checkpoint, if there is one, into the items of saved and into progress."""
+    if not checkpoint:
+        return
+    before = checkpoint["run"]
+    changes = [f"{name} was {before.get(name)}, is {run.get(name)}" for name in {**before, **run}
+               if before.get(name, "None") != run.get(name, "None")]
+    if changes:
+        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): use the "
+                 "same flags and data, or another --checkpoint")
+    for name, item in saved.items():
+        item.load_state_dict(checkpoint.pop(name))  # pop: frees its memory
+    progress.update(checkpoint["progress"])
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and their norms equal in all processes."""
-    norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, norms)
-    if not norms.isfinite().all():
+    """Exit unless the trained weights are finite, and their norms equal in all processes."""
+    norms = torch.stack([torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).double()
+                         for weight in model.parameters() if weight.requires_grad])
+    means = norms / dist.get_world_size()
+    dist.all_reduce(means)  # over all processes: NaN of one is NaN in all
+    if not means.isfinite().all():
         sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
                  "--checkpoint), or look for NaN and very large values in the data")
-    if not all(torch.allclose(norms, others) for others in of_ranks):
+    if not torch.allclose(norms, means):
         sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
 
 
@@ -216,15 +213,6 @@ def save(checkpoint, path):
     os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path):
-    """Return the checkpoint at path, {} if there is none."""
-    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
-        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
-    if not path or not os.path.exists(path):
-        return {}
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
@@ -233,11 +221,9 @@ def close_group():
 
 
 def log(message):
-    """Print on rank 0. A run does not end because it cannot print."""
-    if os.environ.get("RANK", "0") == "0":
-        # OSError: a closed pipe (| head). ValueError: an encoding. RuntimeError: a signal's print
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            print(message, flush=True)
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)
 
 
 if __name__ == "__main__":

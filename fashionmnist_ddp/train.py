@@ -1,38 +1,43 @@
 # SPDX-License-Identifier: MIT-0
-"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP): one process per GPU.
+r"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP): the images stay on the GPUs.
 
     python train.py                          # on all GPUs of this machine, or on the CPU
     python train.py --nproc 2                # in two processes
     torchrun --standalone --nproc-per-node=4 train.py
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c8 --kill-on-bad-exit=1 python train.py
 
-(Type the fourth command on each of the two machines.) Each process runs this whole file. All begin
-with the same weights, and each computes the gradients of its share of every batch. backward()
-averages the gradients of all processes, so all make the same step, and their weights stay equal.
-The lines that do this are marked with # DDP.
+Type the last command on each of two machines; HOST is the name of one of them. Each process runs
+this whole file. All begin with the same weights, and each computes the gradient of its share of
+every batch. backward() averages the gradients of all processes, so all make the same step, and
+their weights stay equal. The number of a process, from 0, is its rank. The lines that a script for
+one process does not have are marked with "DDP:".
 
---batch-size is for each process: on four GPUs, a step has four times as many images as on one, at
-the same --lr. With --global-batch N, a step has N images on any number of GPUs.
+A step has --global-batch images on any number of processes, so --lr need not change. To keep many
+GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the batch).
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, on any number of
-processes. Several machines need FILE on a shared disk. SIGTERM, Ctrl-C or a closed terminal stop
-all processes after the same step: they save, and exit with status 1. In Slurm, --signal=TERM@120
-sends SIGTERM; then call scontrol requeue if FILE is new (as slurm/fashionmnist.sbatch does).
+With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
+a power cut, the same command continues after the last saved epoch, on any number of processes.
+FILE.best has the weights of the epoch with the best validation result:
+model.load_state_dict(torch.load("FILE.best")). If an epoch takes long, copy cifar10_ddp/train.py,
+which saves within epochs, too.
 
-To train something else, edit the functions above train(). You need not read the last part. The
-repository of this file also has code for best weights, F1, clipping and more, and a check of your
-copy.
+A job script for one node with four GPUs. The job comes back after its time limit, after a
+preemption and after the loss of the node. FILE (here run.pt) must be on a disk of all nodes:
+
+    #!/bin/bash
+    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
+    #SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
+    before=$(stat -c %y run.pt 2>&1)
+    srun --cpus-per-task=32 python train.py --checkpoint run.pt && exit
+    # Come back if the job has saved since it started. If not, the failure would occur again
+    [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
+    exit 1
 
 Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 """
 import argparse
-import contextlib
-import json
 import math
 import os
-import random
-import re
 import signal
 import socket
 import sys
@@ -49,37 +54,52 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torchvision.datasets import FashionMNIST
 
 
-# ---- Flags, model, optimizer, learning rate, data, loss: edit these for your own training. ----
+# ---- Flags, data, model, optimizer, loss, loops: edit these for your own training. ----
 def parse_args(flags=None):
-    """Return the settings that flags (a list of strings, or the command line) give."""
+    """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process at a time")
-    parser.add_argument("--global-batch", type=int,
-                        help="images per step, over all processes; None: batch size x processes")
+    parser.add_argument("--global-batch", type=int, default=128,
+                        help="images in a step, over all processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
     parser.add_argument("--bf16", action="store_true", help="bfloat16: faster on GPUs")
     parser.add_argument("--nproc", type=int, help="processes to start; None: one per GPU")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
     parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                         help="train on N generated images (512 without a number)")
-    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
-    parser.add_argument("--save-every", type=float, default=5,
-                        help="minutes between checkpoints; one more is saved after each epoch")
-    parser.add_argument("--log-every", type=float, default=5, help="seconds between log lines")
+    parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
+                        help="file to save and resume from")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     return parser.parse_args(flags)
 
 
-# The processes ask each other every CHECK_EVERY steps whether one of them has received a signal to
-# stop. Use 1 if a step may take seconds.
-CHECK_EVERY = 8
+# Flags that may change when a run is resumed. Another value of any other flag is an error
+MAY_CHANGE = ("bf16", "nproc", "data_dir", "checkpoint", "timeout")
 
-# Flags that may differ when a run is resumed. (With other --epochs, the learning rates change.)
-MAY_CHANGE = ("epochs", "batch_size", "bf16", "nproc", "data_dir", "checkpoint", "save_every",
-              "log_every", "timeout")
+
+def prepare_data(args):
+    """Download the data set if it is missing. One process of each machine calls this."""
+    if not args.fake_data:
+        socket.setdefaulttimeout(60)  # a server may not answer
+        FashionMNIST(args.data_dir, download=True)
+
+
+def load_data(args):
+    """Return the training set and the validation set: images (N, 1, 28, 28) uint8, labels (N,).
+
+    They may be any tensors of N samples each, and must fit into the memory of each GPU.
+
+    DDP: all processes must return the same samples in the same order. torch is seeded; seed numpy
+    and random, and sort what os.listdir() or a set returns.
+    """
+    if args.fake_data:
+        return fake_images(args.fake_data, (1, 28, 28), args.seed)
+    train_set = FashionMNIST(args.data_dir, train=True)
+    val_set = FashionMNIST(args.data_dir, train=False)
+    return ((train_set.data.unsqueeze(1), train_set.targets),
+            (val_set.data.unsqueeze(1), val_set.targets))
 
 
 class CNN(nn.Module):
@@ -102,45 +122,19 @@ class CNN(nn.Module):
 
 def build_model(args):
     """Return the model to train, on the CPU."""
-    return CNN()
+    return CNN().to(memory_format=torch.channels_last)
 
 
-def build_optimizer(args, model):
-    """Return the optimizer. The lr of each parameter group is its peak learning rate."""
-    return torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+def build_optimizer(args, model, steps):
+    """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-
-def learning_rate(args, step, total_steps):
-    """Return the factor of the peak rates: linear warm-up over a fifth of the steps, then decay."""
-    return min(1, (step + 1) / total_steps / 0.2, (1 - step / total_steps) / 0.8)
-
-
-def prepare_data(args):
-    """Download the data set if it is missing. The first process of each machine calls this."""
-    if not args.fake_data:
-        socket.setdefaulttimeout(60)  # a server may not answer
-        FashionMNIST(args.data_dir, download=True)
-
-
-def load_data(args):
-    """Return the training set and the test set: images (N, 1, 28, 28) as uint8, labels (N,).
-
-    All processes must return the same samples in the same order. torch and random are seeded; seed
-    numpy, and sort file names and what comes from a set.
+    A resumed run continues with the saved states of both: an edit here needs a new run.
     """
-    if args.fake_data:
-        return fake_images(args.fake_data, (1, 28, 28), args.seed)
-    train_set = FashionMNIST(args.data_dir, train=True)
-    test_set = FashionMNIST(args.data_dir, train=False)
-    return ((train_set.data.unsqueeze(1), train_set.targets),
-            (test_set.data.unsqueeze(1), test_set.targets))
+    def factor(step):  # warm-up over a fifth of the steps, then decay to 0
+        return min(1, (step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps))
 
-
-def normalize(images):
-    """Return uint8 images as floats from 0 to 1."""
-    if images.dtype != torch.uint8:
-        raise TypeError("normalize expects images of uint8: edit it for other inputs")
-    return images.div(255).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def augment(images):
@@ -152,15 +146,17 @@ def augment(images):
 def loss_and_counts(args, model, images, labels):
     """Return the mean loss of the images, and how many are classified correctly, as tensors.
 
-    The loss is a mean over the samples (not over weights or tokens). The counts may have any shape:
-    they are added up over all batches and processes, for metrics().
+    The loss must be a mean over the samples: with class weights, use reduction="none" and .mean().
+    The counts may have any shape: they are added up over all batches and processes, for metrics().
     """
     smoothing = 0.0
     if model.training:
-        smoothing = 0.1  # so the training loss is higher than the test loss
+        smoothing = 0.1  # so the training loss is higher than the validation loss
         images = augment(images)
-    logits = model(normalize(images))
-    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    images = images.div(255).to(memory_format=torch.channels_last)
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
     return loss, (logits.argmax(1) == labels).sum()
 
 
@@ -169,264 +165,271 @@ def metrics(counts, samples):
     return {"accuracy": counts / samples}
 
 
+def own_batches(args, tensors, epoch=None):
+    """Yield this process's share of each batch: shuffled for an epoch, or (None) in their order."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    order = torch.arange(len(tensors[0]))
+    if epoch is not None:
+        # DDP: the same order in all processes. (The hash of numbers is the same everywhere)
+        shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
+        order = torch.randperm(len(order), generator=shuffle)
+        order = order[:len(order) // args.global_batch * args.global_batch]  # full batches only
+    for batch in order.to(tensors[0].device).split(args.global_batch):
+        share = batch[rank::world_size]  # DDP: rank 1 of 4 takes the samples 1, 5, 9, ...
+        if len(share):
+            yield [tensor[share] for tensor in tensors]
+
+
+def train_epoch(args, ddp_model, optimizer, scheduler, batches):
+    """Train on the batches of this process. Return the results of all processes, by name."""
+    ddp_model.train()  # to freeze BatchNorm: call eval() of these layers after it
+    sums = Sums()
+    for batch in batches:
+        optimizer.zero_grad()
+        # DDP: call ddp_model, never the model in it: otherwise no gradients are averaged
+        loss, counts = loss_and_counts(args, ddp_model, *batch)
+        # DDP: 1 if all shares are equal. If two processes share 5 samples, it is 6/5 for the 3 and
+        # 4/5 for the 2: the average of their gradients is then that of the mean of all 5
+        weight = len(batch[0]) * dist.get_world_size() / args.global_batch
+        (weight * loss).backward()  # DDP: averages the gradients of all processes
+        optimizer.step()  # to clip gradients: before it. To update an average of weights: after it
+        scheduler.step()
+        sums.add(loss, counts, len(batch[0]))
+        sums.log_progress()
+    return sums.results()
+
+
+@torch.no_grad()
+def evaluate(args, model, batches):
+    """Return the results of all processes' validation batches, by name ({} without samples)."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)  # DDP: all use rank 0's running averages of BatchNorm
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    sums = Sums()
+    for batch in batches:
+        loss, counts = loss_and_counts(args, model, *batch)
+        sums.add(loss, counts, len(batch[0]))
+    for module, training in modes.items():  # as before: some layers may be frozen
+        module.train(training)
+    return sums.results("val_")
+
+
 # ---- Training ----
+# DDP: what exchanges data (backward(), evaluate(), results(), check_model(), close_group()) must
+# run in all processes. Below "if rank == 0", it would wait for the others until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
-    # DDP: the number of this process, how many there are, its GPU; args and checkpoint of rank 0
-    args, rank, world_size, device, checkpoint = form_group(args)
-
-    torch.manual_seed(args.seed)  # DDP: what load_data draws is the same in all processes
-    random.seed(args.seed)
-    (x, y), test_set = load_data(args)
-    assert len(x) == len(y), "each input needs a label"
-    x, y = x.to(device), y.to(device)  # all samples, on each GPU: they must fit its memory
-    # DDP: each process tests every world_size-th sample, so each sample once. It may have none
-    test_x, test_y = (tensor[rank::world_size].split(args.batch_size) for tensor in test_set)
-    test_batches = [batch for batch in zip(test_x, test_y) if len(batch[0])]
-    global_batch = choose_global_batch(args, checkpoint, len(x), world_size)
-    steps_per_epoch = len(x) // global_batch  # samples that fill no batch are left out
-    total_steps = args.epochs * steps_per_epoch
-    # DDP and gradient accumulation: a batch is divided into parts of at most --batch-size samples.
-    # Of 8 parts on 2 processes, rank 0 computes the parts 0, 2, 4 and 6, and rank 1 the others
-    parts = world_size * math.ceil(global_batch / (world_size * args.batch_size))
-    own_parts = range(rank, min(parts, global_batch), world_size)
-
-    torch.manual_seed(args.seed)  # so that the first weights do not depend on load_data
-    model = build_model(args).to(device, memory_format=torch.channels_last)
-    if not model.training:  # from_pretrained() of Hugging Face returns it in evaluation mode
-        model.train()
-    optimizer = build_optimizer(args, model)
-    peak_rates = [group["lr"] for group in optimizer.param_groups]
-    settings = run_settings(args, images=len(x), global_batch=global_batch, label_digest=digest(y))
-    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
-    saved = {"model": model, "optimizer": optimizer}
-    step = restore(checkpoint, settings, saved)
-    del checkpoint  # free the memory of its copy of the weights
-    # DDP: sends the weights of rank 0 to all. From here on, backward() averages the gradients of
-    # all processes. ddp_model calls the same model
+    # DDP: connects the processes. All get the flags and the checkpoint of rank 0
+    args, device, checkpoint = form_group(args)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)  # DDP: all processes draw the same data and weights
+    train_set, val_set = load_data(args)
+    samples = len(train_set[0])
+    if not world_size <= args.global_batch <= samples:
+        sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
+                 f"(processes) and at most {samples} (training samples)")
+    train_set = [tensor.to(device) for tensor in train_set]  # all samples, on each GPU
+    val_set = [tensor.to(device) for tensor in val_set]
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
+    steps_per_epoch = samples // args.global_batch
+    model = build_model(args).to(device)
+    optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
+    # What each checkpoint has: the states of these objects, for example an average of the weights,
+    saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    progress = {"epoch": 0, "best_score": -math.inf}  # and plain numbers. Add your own to either
+    run = describe_run(args, samples)
+    resume(checkpoint, run, saved, progress)
+    # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
-    no_sync = ddp_model.no_sync if world_size > 1 else contextlib.nullcontext
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    log(f"world size {world_size} on {device.type}, threads {torch.get_num_threads()} | "
-        f"torch {torch.__version__} | global batch {global_batch} "
-        f"({world_size} x {global_batch / world_size:g}) of {len(x)} images | "
-        f"learning rate {peak_rates[0]:g} | steps {step} to {total_steps}"
-        + (", resumed" if step else "")
+    log(f"world size {world_size} on {device.type} | global batch {args.global_batch} "
+        f"({world_size} x {args.global_batch / world_size:.4g}) of {samples} images | "
+        f"lr {args.lr:g} | {args.epochs} epochs"
+        + (f", resumed after {progress['epoch']}" if progress["epoch"] else "")
+        + ("" if len(val_set[0]) else " | no validation samples: no best weights")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
-    signals = catch_signals()
-    first_step = step + 1
-    saved_step, save_time = step, time.perf_counter()
-    # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
-        # DDP: the order depends on seed and epoch alone, so it is the same in all processes.
-        # (hash() of numbers is the same everywhere)
-        shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
-        order = torch.randperm(len(x), generator=shuffle).to(device)
-        loss_sum = counts = samples = 0  # of this process in this epoch (since a resume)
-        epoch_time = time.perf_counter()
-        first_batch = max(0, step - epoch * steps_per_epoch)
-        for batch in order.split(global_batch)[first_batch:steps_per_epoch]:
-            for group, peak_rate in zip(optimizer.param_groups, peak_rates):
-                group["lr"] = peak_rate * learning_rate(args, step, total_steps)
-            optimizer.zero_grad()
-            for part in own_parts:
-                indices = batch[part::parts]  # DDP: part 1 of 4 has the samples 1, 5, 9, ...
-                # DDP: each part has other random numbers (of torch), the same ones after a resume
-                torch.manual_seed(hash((args.seed, step, part)))
-                # DDP: exchange gradients once, after the last part
-                with contextlib.nullcontext() if part == own_parts[-1] else no_sync():
-                    with autocast:
-                        loss, part_counts = loss_and_counts(args, ddp_model, x[indices], y[indices])
-                    # DDP divides the sum of all gradients by world_size. The factor makes of it the
-                    # gradient of the mean loss of the global batch, also if parts differ in length
-                    (loss * (len(indices) * world_size / global_batch)).backward()
-                loss_sum += len(indices) * loss.detach().double()  # on the GPU: no waiting for it
-                counts += part_counts.detach().double()
-                samples += len(indices)
-            optimizer.step()
-            step += 1
+    for epoch in range(progress["epoch"], args.epochs):
+        # DDP: other random numbers (of dropout) in each process. A resumed run draws the same
+        torch.manual_seed(hash((args.seed, epoch, rank)))
+        start = time.perf_counter()
+        results = train_epoch(args, ddp_model, optimizer, scheduler,
+                              own_batches(args, train_set, epoch))
+        seconds = time.perf_counter() - start
+        results.update(evaluate(args, model, own_batches(args, val_set)))
+        speed = steps_per_epoch * args.global_batch / seconds
+        log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
+            f"{speed:,.0f} images/s")
 
-            now = time.perf_counter()
-            if step == first_step:  # not timed: the first step is slower
-                start = log_time = now
-            elif rank == 0 and now - log_time >= args.log_every:
-                log_time = now
-                rate = (step - first_step) / (now - start)
-                # The loss of rank 0 in this epoch; the speed since the first step, with evaluations
-                log(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  "
-                    f"loss {loss_sum / samples:.4f}  "
-                    f"{rate * global_batch:,.0f} images/s  "
-                    f"{timedelta(seconds=round((total_steps - step) / rate))} left")
-            end_of_epoch = step % steps_per_epoch == 0
-            # DDP: if one process stopped alone, the others would wait for its gradients
-            stop = (end_of_epoch or step % CHECK_EVERY == 0) and any_rank_has(signals)
-            if end_of_epoch:
-                check_weights(saved)
-            due = end_of_epoch or now - save_time >= 60 * args.save_every
-            if rank == 0 and args.checkpoint and (stop or due):
-                saved_step, save_time = step, now
-                save_checkpoint(args.checkpoint, saved, settings, step)
-            if stop and step < total_steps:
-                close_group()
-                sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
-        if samples:  # otherwise, the run was resumed at the end of this epoch
-            results = results_of(loss_sum, counts, samples)
-            log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}")
-        with autocast:
-            test = evaluate(args, model, test_batches, device)
-        log(f"epoch {epoch + 1}/{args.epochs}  test {show(test)}  "
-            f"{time.perf_counter() - epoch_time:.1f} s")
-    if rank == 0 and args.checkpoint and step > saved_step:  # if you end the loop early
-        save_checkpoint(args.checkpoint, saved, settings, step)
+        check_model(model)
+        progress["epoch"] = epoch + 1
+        score = results.get("val_accuracy", -math.inf)  # or -results["val_loss"]: higher is better
+        is_best = score > progress["best_score"]
+        if is_best:
+            progress["best_score"] = score
+        if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one process saves
+            if is_best:
+                save(model.state_dict(), f"{args.checkpoint}.best")
+            states = {name: item.state_dict() for name, item in saved.items()}
+            save({**states, "progress": progress, "run": run}, args.checkpoint)
     close_group()
 
 
-def evaluate(args, model, batches, device):
-    """Return the loss and the metrics of all processes' samples. batches: those of this process."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # DDP: BatchNorm's statistics are of a process's own samples
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    loss_sum = counts = samples = 0
-    with torch.no_grad():
-        for batch in batches:
-            batch = [tensor.to(device) for tensor in batch]
-            loss, batch_counts = loss_and_counts(args, model, *batch)
-            loss_sum += len(batch[0]) * loss.double()
-            counts += batch_counts.double()
-            samples += len(batch[0])
-    for module, training in modes.items():  # as before: some may be frozen
-        module.train(training)
-    return results_of(loss_sum, counts, samples)
-
-
-# ---- The last part starts, connects, saves and stops the processes. You need not read it. ----
-def form_group(args):
-    """Connect all processes. Return args, rank, world size, device, and checkpoint ({} if none).
-
-    args and checkpoint come from rank 0: another machine may not have the file.
-    """
-    rank, local_rank, world_size = setup_environment()
-    device = pick_device(local_rank)
-    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
-        prepare_data(args)
-    checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
-                            device_id=device if cuda else None, world_size=world_size,
-                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint]
-    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
-    args, checkpoint = of_rank_0  # on all ranks
-    if local_rank == 0 and rank > 0:
-        prepare_data(args)  # on machines that do not share the disk of rank 0
-    dist.barrier()  # now each machine has the data
-    return args, rank, world_size, device, checkpoint
-
-
+# ---- You need not read the rest to use or edit this file: it starts, connects and saves. ----
 def main():
-    """Train in this process if a launcher has started it. Otherwise, start one process per GPU."""
+    """Train in this process if torchrun has started it. Otherwise, start one process per GPU."""
     args = parse_args()
-    *_, world_size = setup_environment()
     nproc = args.nproc or max(1, torch.cuda.device_count())
-    launched = world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun or srun
-    if launched or nproc == 1:
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))  # of srun: form_group() checks them
+    if "RANK" in os.environ or tasks > 1 or nproc == 1:
         train(args)
-    else:
-        spawn(nproc, args)
-
-
-def spawn(nproc, args):
-    """Start nproc processes on this machine, and forward signals to them."""
-    # As torchrun does: this process has a free port, and rank 0 connects to it as all others.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), WORLD_SIZE=str(nproc),
-                      SLURM_STEP_NUM_TASKS="1",
-                      TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    # Without it, each process would use all cores. (torchrun sets it to 1)
+        return
+    with socket.socket() as free:
+        free.bind(("localhost", 0))  # 0: any port that is free
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE=str(nproc))
+    # Without it, each process would use all cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
-    pick_device(0)  # its errors once, not in every process
-    workers = mp.spawn(run_worker, (args,), nproc, join=False)
-
-    def forward(signum, frame):
-        for worker in mp.active_children():
-            os.kill(worker.pid, signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, forward)
     try:
-        while not workers.join():
-            pass
-    except mp.ProcessExitedException as error:  # the process has printed why, unless killed
-        sys.exit(1 if error.exit_code > 0 else f"error: {error}")
+        mp.spawn(run_worker, (args,), nproc, daemon=True)  # daemon: they end with this process
+    except mp.ProcessExitedException as error:  # the process has printed why
+        sys.exit(f"error: {error}")
 
 
 def run_worker(rank, args):
-    """Train as one of the processes of spawn()."""
+    """Train as one of the processes that main() starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # mp.spawn takes KeyboardInterrupt for success
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     train(args)
 
 
-def setup_environment():
-    """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
-    env = os.environ
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    other_launcher = "TORCHELASTIC_RUN_ID" in env or int(env.get("WORLD_SIZE", 1)) > tasks
-    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if tasks > 1 and not other_launcher and not shell:  # srun python train.py
-        # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
-        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
-        # Another port for each job and step, because those of one node may run at the same time
-        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
-    return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
+class Sums:
+    """Adds up losses and counts on the GPU: only results() and a line of progress wait for it."""
 
+    def __init__(self):
+        self.loss = self.counts = self.samples = self.batches = 0
+        self.log_time = time.monotonic()
 
-def pick_device(local_rank):
-    """Return this process's GPU, or the CPU if there is no GPU."""
-    gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
-    if gpus and not torch.cuda.is_available():
-        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs: is the driver too old? "
-                 "To use the CPU, set CUDA_VISIBLE_DEVICES=")
-    # srun may show a process only its own GPU. NCCL refuses two processes on one GPU
-    return torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
+    def add(self, loss, counts, samples):
+        """Add the mean loss, and the counts, of a batch of this number of samples."""
+        self.loss += samples * loss.detach().double()
+        self.counts += counts.detach().double()
+        self.samples += samples
+        self.batches += 1
 
+    def log_progress(self, seconds=10):
+        """Print the number of batches and rank 0's mean loss, if these seconds have passed."""
+        if time.monotonic() - self.log_time > seconds:
+            log(f"  step {self.batches} of this epoch  loss {self.loss / self.samples:.4f}")
+            self.log_time = time.monotonic()
 
-def results_of(loss_sum, counts, samples):
-    """Return the mean loss and the metrics of all processes' samples, by name ({} if none)."""
-    sums = loss_sum, counts, samples
-    sums = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums)  # not all_reduce: a rank without samples has no counts
-    loss_sum, counts, samples = (sum(values) for values in zip(*of_ranks))
-    if not samples:
-        return {}
-    means = {"loss": loss_sum / samples, **metrics(counts, samples)}
-    return {name: float(value) for name, value in means.items()}
+    def results(self, prefix=""):
+        """Return mean loss and metrics of all processes' samples, by name ({} without samples)."""
+        values = [torch.as_tensor(value).cpu() for value in (self.loss, self.counts, self.samples)]
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, values)  # not all_reduce: a rank may have no samples
+        loss, counts, samples = (sum(values) for values in zip(*of_ranks))
+        if not samples:
+            return {}
+        means = {"loss": loss / samples, **metrics(counts, samples)}
+        return {prefix + name: float(value) for name, value in means.items()}
 
 
 def show(results):
     """Return results as text, for the log."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items()) or "no samples"
+    return "  ".join(f"{name} {value:.4f}" for name, value in results.items())
 
 
-def choose_global_batch(args, checkpoint, samples, world_size):
-    """Return the global batch size. A resumed run keeps it on any number of processes."""
-    default = checkpoint["settings"]["global_batch"] if checkpoint else args.batch_size * world_size
-    global_batch = min(args.global_batch or default, samples)
-    if global_batch < world_size:
-        sys.exit(f"error: {world_size} processes, but {global_batch} samples in a step: start "
-                 "fewer processes, or use more samples")
-    return global_batch
+def form_group(args):
+    """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
+                 "own. Start one task per node, with torchrun, or set RANK=0 for a single process")
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun. Otherwise, this is the only process
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # the number on this machine
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device, backend = torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()  # of the driver, which may be too old for this PyTorch
+    if gpus and (not torch.cuda.is_available() or local_rank >= gpus):
+        sys.exit(f"error: process {local_rank} of this machine cannot use a GPU of its own (torch "
+                 f"{torch.__version__}, {gpus} GPUs): start one process per GPU, update the "
+                 "driver, or set CUDA_VISIBLE_DEVICES= to train on CPUs")
+    if gpus:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"  # two: flags and sums are exchanged between CPUs
+    checkpoint = {}
+    if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
+        prepare_data(args)
+        checkpoint = load_checkpoint(args.checkpoint)
+    store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store,
+                            device_id=device if gpus else None,
+                            timeout=timedelta(seconds=args.timeout))  # to notice a lost process
+    of_rank_0 = [args, checkpoint]  # other flags may be typed elsewhere, and FILE may be missing
+    dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
+    args, checkpoint = of_rank_0
+    if local_rank == 0 and rank > 0:
+        prepare_data(args)  # on machines that do not share the disk of rank 0
+    dist.barrier()  # now each machine has the data
+    return args, device, checkpoint
+
+
+def load_checkpoint(path):
+    """Return the checkpoint at path, {} if there is none."""
+    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
+    if not path or not os.path.exists(path):
+        return {}
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if "run" not in checkpoint:
+        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+    return checkpoint
+
+
+def describe_run(args, samples):
+    """Return what a resumed run may not change: flags and number of training samples, as text."""
+    run = {**vars(args), "training_samples": samples}
+    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+
+
+def resume(checkpoint, run, saved, progress):
+    """Load the checkpoint, if there is one, into the items of saved and into progress."""
+    if not checkpoint:
+        return
+    before = checkpoint["run"]
+    changes = [f"{name} was {before.get(name)}, is {run.get(name)}" for name in {**before, **run}
+               if before.get(name, "None") != run.get(name, "None")]
+    if changes:
+        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): use the "
+                 "same flags and data, or another --checkpoint")
+    for name, item in saved.items():
+        item.load_state_dict(checkpoint.pop(name))  # pop: frees its memory
+    progress.update(checkpoint["progress"])
+
+
+def check_model(model):
+    """Exit unless the trained weights are finite, and their norms equal in all processes."""
+    norms = torch.stack([torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).double()
+                         for weight in model.parameters() if weight.requires_grad])
+    means = norms / dist.get_world_size()
+    dist.all_reduce(means)  # over all processes: NaN of one is NaN in all
+    if not means.isfinite().all():
+        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
+                 "--checkpoint), or look for NaN and very large values in the data")
+    if not torch.allclose(norms, means):
+        sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
+
+
+def save(checkpoint, path):
+    """Write the checkpoint to path: at any moment, it is the old file or the complete new one."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
 
 
 def close_group():
@@ -436,124 +439,14 @@ def close_group():
     dist.destroy_process_group()
 
 
-def catch_signals():
-    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
-    signals = []
-
-    def handler(signum, frame):
-        log("signal received: stopping within a few steps, or after this evaluation")
-        signals.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-    return signals
-
-
-def any_rank_has(signals):
-    """Return whether any process has received a signal. All processes call this together."""
-    count = torch.tensor(len(signals))
-    dist.all_reduce(count)
-    return count.item() > 0
-
-
-def norms_of(saved):
-    """Return the norms of all weights in saved. Exit if a weight is not finite."""
-    norms = torch.stack([weight.detach().norm().cpu() for item in saved.values()
-                         if isinstance(item, nn.Module) for weight in item.parameters()])
-    if not norms.isfinite().all():
-        sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
-                 "--checkpoint), or look for NaN and very large values in the data")
-    return norms
-
-
-def check_weights(saved):
-    """Exit if the norms of weights differ by process: then no gradients were averaged."""
-    norms = norms_of(saved)
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, norms)
-    if not all(torch.allclose(norms, others) for others in of_ranks):
-        sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
-
-
-def digest(labels):
-    """Return a number that changes if a process, or a resumed run, has other labels or an order."""
-    labels = labels[::1 + labels.numel() // 10**6].flatten()  # a copy, if windows overlap
-    labels = labels[::1 + len(labels) // 1000]  # enough of them
-    if labels.is_floating_point():  # those computed on another machine differ in the last digits
-        labels = labels.double()
-        labels = labels > labels.nanmean()  # missing ones may be nan
-    return hash(tuple(labels.tolist()))
-
-
-def different(settings, others):
-    """Return the names of settings whose values differ. A missing setting counts as None."""
-    return [name for name in {**settings, **others}
-            if str(settings.get(name)) != str(others.get(name))]  # nan is not equal to itself
-
-
-def run_settings(args, **more):
-    """Return what defines the run: all flags except MAY_CHANGE, and more. Exit if ranks differ."""
-    settings = {**vars(args), **more}
-    settings = {name: value for name, value in settings.items() if name not in MAY_CHANGE}
-    settings = json.loads(json.dumps(settings))  # plain values: torch.load reads no others
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, settings)
-    names = sorted({name for others in of_ranks for name in different(settings, others)})
-    if names:
-        sys.exit(f"error: the processes have different data or settings ({', '.join(names)}): sort "
-                 "what comes from a set or a folder, and seed what is random")
-    return settings
-
-
-def save_checkpoint(path, saved, settings, step):
-    """Write a checkpoint. At any moment, the file at path is the old or the complete new one."""
-    norms_of(saved)  # exits if weights are not finite
-    states = {name: item.state_dict() for name, item in saved.items()}
-    temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # another run may write to the same path
-    with open(temporary, "wb") as file:
-        torch.save({**states, "settings": settings, "step": step}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    log(f"saved step {step} in {path}")
-
-
-def load_checkpoint(path):
-    """Return the checkpoint at path, {} if there is none."""
-    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
-        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
-    if not path or not os.path.exists(path):
-        return {}
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def restore(checkpoint, settings, saved):
-    """Load the checkpoint, if any, into the items of saved. Return its step, or 0."""
-    if not checkpoint:
-        return 0
-    before = checkpoint["settings"]
-    changes = [f"{name} {before.get(name)}, not {settings.get(name)}"
-               for name in different(before, settings)]
-    if changes:
-        sys.exit(f"error: the checkpoint has other settings ({'; '.join(changes):.500}): use the "
-                 "same flags and data, or another --checkpoint. If a flag of your own may differ, "
-                 "add it to MAY_CHANGE")
-    for name, item in saved.items():
-        item.load_state_dict(checkpoint[name])
-    return checkpoint["step"]
-
-
 def log(message):
-    """Print on rank 0. A run does not end because it cannot print."""
-    if os.environ.get("RANK", "0") == "0":
-        # OSError: a closed pipe (| head). ValueError: an encoding. RuntimeError: a signal's print
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            print(message, flush=True)
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)
 
 
 def fake_images(count, shape, seed):
-    """Return a training set of ten classes that can be learned, and a test set a quarter as large.
+    """Return a training set of ten classes that can be learned, and a quarter as many to validate.
 
     Each is a pair: images (N, *shape) as uint8, labels (N,).
     """

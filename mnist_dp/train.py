@@ -66,27 +66,20 @@ class CNN(nn.Module):
 
 
 def load_data(args):
-    """Return the training set and the test set: images (N, 1, 28, 28) as uint8, labels (N,)."""
+    """Return the training set and the validation set: images (N, 1, 28, 28) uint8, labels (N,)."""
     if args.fake_data:
         return fake_images(args.fake_data, (1, 28, 28), args.seed)
     train_set = MNIST(args.data_dir, train=True)
-    test_set = MNIST(args.data_dir, train=False)
+    val_set = MNIST(args.data_dir, train=False)
     return ((train_set.data.unsqueeze(1), train_set.targets),
-            (test_set.data.unsqueeze(1), test_set.targets))
+            (val_set.data.unsqueeze(1), val_set.targets))
 
 
-def normalize(images):
-    """Return uint8 images as floats from 0 to 1."""
-    if images.dtype != torch.uint8:
-        raise TypeError("normalize takes uint8: for images that are floats, leave out its division")
-    return images.div(255).to(memory_format=torch.channels_last)
-
-
-def loss_and_correct(model, images, labels):
-    """Return the sum of the images' losses, and how many are classified correctly, as tensors."""
-    logits = model(normalize(images))
-    loss = F.cross_entropy(logits, labels, reduction="sum")
-    return loss, (logits.argmax(1) == labels).sum()
+def loss_and_counts(args, model, images, labels):
+    """Return the mean loss of the images, and how many are classified correctly, as tensors."""
+    images = images.div(255).to(memory_format=torch.channels_last)
+    logits = model(images)
+    return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).sum()
 
 
 # ---- Training ----
@@ -96,9 +89,9 @@ def train(args):
     if not args.fake_data:
         socket.setdefaulttimeout(60)  # a server may not answer
         MNIST(args.data_dir, download=True)
-    train_set, test_set = load_data(args)
+    train_set, val_set = load_data(args)
     x, y = (tensor.to(device) for tensor in train_set)
-    test_x, test_y = (tensor.to(device) for tensor in test_set)
+    val_x, val_y = (tensor.to(device) for tensor in val_set)
 
     torch.manual_seed(args.seed)
     model = CNN(args.bf16).to(device, memory_format=torch.channels_last)
@@ -114,18 +107,18 @@ def train(args):
         for indices in torch.randperm(len(x), device=device).split(args.batch_size):
             optimizer.zero_grad()
             # DataParallel splits the images over the GPUs, and gathers the logits on the first one
-            loss, correct = loss_and_correct(parallel_model, x[indices], y[indices])
-            (loss / len(indices)).backward()  # sums the gradients of all GPUs on the first one
+            loss, correct = loss_and_counts(args, parallel_model, x[indices], y[indices])
+            loss.backward()  # adds up the gradients of all GPUs on the first one
             optimizer.step()
-            loss_sum += loss.detach()  # tensors: the CPU does not wait for the GPU
-            correct_sum += correct.detach()
+            loss_sum += len(indices) * loss.detach()  # tensors: the CPU does not wait for the GPU
+            correct_sum += correct
         schedule.step()
         loss = loss_sum.item() / len(x)  # waits for the GPU
         seconds = time.perf_counter() - start
-        test_loss, test_accuracy = evaluate(model, test_x, test_y, args.batch_size)
+        val_loss, val_accuracy = evaluate(args, model, val_x, val_y)
         print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  "
-              f"accuracy {correct_sum.item() / len(x):.4f}  test loss {test_loss:.4f}  "
-              f"accuracy {test_accuracy:.4f}  {len(x) / seconds:,.0f} images/s", flush=True)
+              f"accuracy {correct_sum.item() / len(x):.4f}  val_loss {val_loss:.4f}  "
+              f"val_accuracy {val_accuracy:.4f}  {len(x) / seconds:,.0f} images/s", flush=True)
 
 
 def pick_devices(device_ids):
@@ -147,14 +140,14 @@ def pick_devices(device_ids):
 
 
 @torch.no_grad()
-def evaluate(model, images, labels, batch_size):
+def evaluate(args, model, images, labels):
     """Return the mean loss and the mean accuracy of the images."""
     model.eval()
     loss_sum = correct_sum = 0
-    for x, y in zip(images.split(batch_size), labels.split(batch_size)):
-        loss, correct = loss_and_correct(model, x, y)
-        loss_sum += loss.double()
-        correct_sum += correct.double()
+    for x, y in zip(images.split(args.batch_size), labels.split(args.batch_size)):
+        loss, correct = loss_and_counts(args, model, x, y)
+        loss_sum += len(x) * loss
+        correct_sum += correct
     model.train()
     return loss_sum.item() / len(labels), correct_sum.item() / len(labels)
 
@@ -169,7 +162,7 @@ def configure(device):
 
 
 def fake_images(count, shape, seed):
-    """Return a training set of ten classes that can be learned, and a test set a quarter as large.
+    """Return a training set of ten classes that can be learned, and a quarter as many to validate.
 
     Each is a pair: images (N, *shape) as uint8, labels (N,).
     """

@@ -1,39 +1,51 @@
 # SPDX-License-Identifier: MIT-0
-"""The script to copy first: train a model with DistributedDataParallel (DDP), a process per GPU.
+r"""The script to copy first: train a model with DistributedDataParallel (DDP), a process per GPU.
 
     python train.py                                       # one process, on a GPU or the CPU
     torchrun --standalone --nproc-per-node=4 train.py     # four GPUs of this machine, or CPU cores
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 -c8 --kill-on-bad-exit=1 python train.py
 
-Type the third command on each of the two machines. Each process runs this whole file. All begin
-with the same weights, and each computes the gradient of its share of every batch. backward()
-averages the gradients of all processes, so all make the same step, and their weights stay equal.
-The lines that do this are marked with "DDP:". The number of a process, from 0, is its rank.
+Type the third command on each of two machines; HOST is the name of one of them. Each process runs
+this whole file. All begin with the same weights, and each computes the gradient of its share of
+every batch. backward() averages the gradients of all processes, so all make the same step, and
+their weights stay equal. The number of a process, from 0, is its rank. The lines that a script for
+one process does not have are marked with "DDP:".
 
-With --checkpoint FILE, the run saves at the end of each epoch, and the same command resumes it
-there. FILE.best has the weights with the lowest test loss: for a result to publish, test them on a
-third set. SIGTERM or Ctrl-C stop all processes at the end of the epoch, with status 1, for
-slurm/synthetic.sbatch to requeue the job. A run that is killed loses its current epoch: if your
-jobs are preempted in mid-epoch (after 30 to 120 s, Slurm, Kubernetes and torchrun kill a process),
-copy cifar10_ddp, which stops after any step.
+A step has --global-batch samples on any number of processes, so --lr need not change. To keep many
+GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the batch).
+
+With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
+a power cut, the same command continues after the last saved epoch, on any number of processes that
+divides the global batch. FILE.best has the weights of the epoch with the best validation result:
+model.load_state_dict(torch.load("FILE.best")). If an epoch takes long, copy cifar10_ddp/train.py,
+which saves within epochs, too.
+
+A job script for two nodes with four GPUs each. The job comes back after its time limit, after a
+preemption and after the loss of a node. FILE (here run.pt) must be on a disk that all nodes share:
+
+    #!/bin/bash
+    #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
+    #SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
+    before=$(stat -c %y run.pt 2>&1)
+    srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
+        --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
+        train.py --checkpoint run.pt && exit
+    # Come back if the job has saved since it started. If not, the failure would occur again
+    [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
+    exit 1
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple
 nodes with Pytorch DDP".
 """
 import argparse
-import contextlib
 import math
 import os
-import re
-import signal
 import sys
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -41,38 +53,60 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 
-# ---- Flags, data, model, optimizer, loss: edit these for your own training. ----
+# ---- Flags, data, model, optimizer, loss, loops: edit these for your own training. ----
 def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=10,
-                        help="passes over the data; a resume may not change them")
-    parser.add_argument("--batch-size", type=int, default=32,
-                        help="samples per process and step; a resume keeps the global batch")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
+    parser.add_argument("--global-batch", type=int, default=96,
+                        help="samples in a step, over all processes")
     parser.add_argument("--lr", type=float, default=0.01, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
-    parser.add_argument("--workers", type=int, default=2, help="loader processes of each process")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
-    parser.add_argument("--checkpoint", type=os.path.realpath, help="file to save and resume from")
+    parser.add_argument("--workers", type=int, default=2, help="loader processes of each process")
+    parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
+                        help="file to save and resume from")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     return parser.parse_args(flags)
 
 
+# Flags that may change when a run is resumed. Another value of any other flag is an error
+MAY_CHANGE = ("bf16", "workers", "checkpoint", "timeout")
+
+
 def load_data(args):
-    """Return the training set and the test set: any data sets of pairs (input (10,), label).
+    """Return the training set and the validation set: data sets of pairs (input (10,), label).
 
     The label says which of three linear functions of the input is the largest.
 
-    All processes must return the same samples in the same order: sort what os.listdir() or a set
-    returns, and seed numpy. (torch is seeded.) Download files before: all processes call this.
+    DDP: all processes must return the same samples in the same order. torch is seeded; seed numpy
+    and random, and sort what os.listdir() or a set returns. Download files before: all call this.
     """
-    tests = max(1, args.samples // 4)
-    inputs = torch.randn(args.samples + tests, 10)
+    inputs = torch.randn(args.samples, 10)
     labels = F.linear(inputs, torch.randn(3, 10)).argmax(1)
-    return (TensorDataset(inputs[tests:], labels[tests:]),
-            TensorDataset(inputs[:tests], labels[:tests]))
+    data = TensorDataset(inputs, labels)
+    split = args.samples // 4
+    return Subset(data, range(split, args.samples)), Subset(data, range(split))
+
+
+def build_loaders(args, train_set, val_set):
+    """Return DataLoaders of this process's shares of the training set and the validation set."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if args.global_batch % world_size or not 0 < args.global_batch <= len(train_set):
+        lower = args.global_batch // world_size * world_size
+        sys.exit(f"error: --global-batch {args.global_batch} must be a multiple of {world_size} "
+                 f"(processes), for example {lower or world_size} or {lower + world_size}, and at "
+                 f"most {len(train_set)} (training samples)")
+    options = {"batch_size": args.global_batch // world_size, **loader_options(args)}
+    # DDP: shuffles the samples. Of their order, rank 1 of 4 takes the samples 1, 5, 9, ... (The
+    # hash of numbers is the same in all processes, and keeps the orders of two seeds apart)
+    sampler = DistributedSampler(train_set, seed=hash((args.seed, 0)), drop_last=True)
+    # DDP: each validation sample once. DistributedSampler would repeat some, to make shares equal
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))
+    return (DataLoader(train_set, sampler=sampler, drop_last=True, **options),
+            DataLoader(val_share, **options))
 
 
 def build_model(args):
@@ -80,25 +114,25 @@ def build_model(args):
     return nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def build_optimizer(args, model):
-    """Return the optimizer, and its scheduler, which makes a step after each epoch.
+def build_optimizer(args, model, steps):
+    """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-    For a scheduler that makes a step after each batch, pass len(loader), too, and move its step().
-    --lr is used as it is. With N processes, a step has N times as many samples, and an epoch has N
-    times fewer steps, so a higher --lr is usual: up to N times with SGD, less with Adam.
+    A resumed run continues with the saved states of both: an edit here needs a new run.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
 
 def loss_and_counts(args, model, inputs, labels):
     """Return the mean loss of the samples, and how many are classified correctly, as tensors.
 
-    The loss is a mean over the samples (not over weights or tokens). The counts may have any shape:
-    they are added up over all batches and processes, for metrics().
+    The loss must be a mean over the samples: with class weights, use reduction="none" and .mean().
+    The counts may have any shape: they are added up over all batches and processes, for metrics().
     """
-    logits = model(inputs)
-    return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).sum()
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=args.bf16):
+        logits = model(inputs)
+        loss = F.cross_entropy(logits, labels)
+    return loss, (logits.argmax(1) == labels).sum()
 
 
 def metrics(counts, samples):
@@ -106,226 +140,222 @@ def metrics(counts, samples):
     return {"accuracy": counts / samples}
 
 
-def build_loader(args, data, device, batch_size, **options):
-    """Return a DataLoader. Its processes start anew, and newly seeded, in each epoch."""
-    # With "spawn" or "forkserver", they would import PyTorch first
-    context = "fork" if args.workers and sys.platform == "linux" else None
-    return Loader(data, batch_size, num_workers=args.workers, multiprocessing_context=context,
-                  timeout=args.timeout if args.workers else 0, pin_memory=device.type == "cuda",
-                  **options)
+def train_epoch(args, ddp_model, optimizer, scheduler, batches):
+    """Train on the batches of this process. Return the results of all processes, by name."""
+    ddp_model.train()  # to freeze BatchNorm: call eval() of these layers after it
+    sums = Sums()
+    for batch in batches:
+        optimizer.zero_grad()
+        # DDP: call ddp_model, never the model in it: otherwise no gradients are averaged
+        loss, counts = loss_and_counts(args, ddp_model, *batch)
+        loss.backward()  # DDP: averages the gradients of all processes
+        optimizer.step()  # to clip gradients: before it. To update an average of weights: after it
+        scheduler.step()
+        sums.add(loss, counts, len(batch[0]))
+        sums.log_progress()
+    return sums.results()
+
+
+@torch.no_grad()
+def evaluate(args, model, batches):
+    """Return the results of all processes' validation batches, by name ({} without samples)."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)  # DDP: all use rank 0's running averages of BatchNorm
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    sums = Sums()
+    for batch in batches:
+        loss, counts = loss_and_counts(args, model, *batch)
+        sums.add(loss, counts, len(batch[0]))
+    for module, training in modes.items():  # as before: some layers may be frozen
+        module.train(training)
+    return sums.results("val_")
 
 
 # ---- Training ----
-# DDP: all processes must make the same calls that exchange data: ddp_model(...), backward(),
-# evaluate(), results_of(), dist.all_reduce(...), check_model() and close_group(). Below
-# "if rank == 0", such a call would wait for the other processes until --timeout.
+# DDP: what exchanges data (backward(), evaluate(), results(), check_model(), close_group()) must
+# run in all processes. Below "if rank == 0", it would wait for the others until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
-    # DDP: connect the processes. All use the flags and the checkpoint of rank 0
-    args, rank, world_size, device, checkpoint = form_group(args)
-
-    torch.manual_seed(args.seed)  # DDP: all processes draw the same data
-    train_set, test_set = load_data(args)
-    # DDP: a step has more samples on more processes. But a resumed run keeps its global batch: on
-    # fewer processes, each has a larger share
-    global_batch = checkpoint.get("global_batch", args.batch_size * world_size)
-    if global_batch % world_size or global_batch > len(train_set):
-        sys.exit(f"error: a step takes {global_batch} of {len(train_set)} samples, in equal shares "
-                 f"for {world_size} processes: start fewer, or use a smaller --batch-size (in a "
-                 "new run: a resumed run keeps its steps)")
-    # DDP: the samples are shuffled, and rank 1 of 4 takes the samples 1, 5, 9, ... of their order,
-    # which seed + epoch determines (times 1000, so that each --seed has other orders)
-    sampler = DistributedSampler(train_set, world_size, rank, seed=1000 * args.seed, drop_last=True)
-    loader = build_loader(args, train_set, device, global_batch // world_size, sampler=sampler,
-                          drop_last=True)  # each epoch leaves out some samples, different ones
-    # DDP: each test sample once. DistributedSampler would repeat some, to make shares equal
-    test_share = Subset(test_set, range(rank, len(test_set), world_size))
-    test_loader = build_loader(args, test_share, device, args.batch_size)
-
+    # DDP: connects the processes. All get the flags and the checkpoint of rank 0
+    args, device, checkpoint = form_group(args)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)  # DDP: all processes draw the same data and weights
+    train_set, val_set = load_data(args)
+    train_loader, val_loader = build_loaders(args, train_set, val_set)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     model = build_model(args).to(device)
-    optimizer, scheduler = build_optimizer(args, model)
-    # In each checkpoint. Add what else a resumed run needs, for example an average of the weights
+    optimizer, scheduler = build_optimizer(args, model, args.epochs * len(train_loader))
+    # What each checkpoint has: the states of these objects, for example an average of the weights,
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    # A resume may not change these: optimizer and scheduler keep their rates and number of epochs
-    run = {"epochs": args.epochs, "lr": args.lr, "seed": args.seed, "samples": len(train_set)}
-    if checkpoint:
-        if checkpoint.get("run") != run:
-            sys.exit(f"error: the checkpoint is from a run with {checkpoint.get('run')}, this one "
-                     f"has {run}: use the same flags, or another --checkpoint")
-        for name, item in saved.items():
-            item.load_state_dict(checkpoint[name])
-    epochs_done = checkpoint.get("epochs_done", 0)
-    best_loss = checkpoint.get("best_loss", math.inf)
-    # DDP: ddp_model calls the same model. From here on, backward() averages the gradients of all
-    # processes. (device_ids is not needed for a model on one GPU)
+    progress = {"epoch": 0, "best_score": -math.inf}  # and plain numbers. Add your own to either
+    run = describe_run(args, len(train_set))
+    resume(checkpoint, run, saved, progress)
+    # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model) if world_size > 1 else model
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
-    log(f"world size {world_size} on {device.type} | torch {torch.__version__} | "
-        f"global batch {global_batch} ({world_size} x {global_batch // world_size}) of "
-        f"{len(train_set)} samples | learning rate {optimizer.param_groups[0]['lr']:.3g} | "
-        f"epochs {epochs_done} to {args.epochs}" + (", resumed" if checkpoint else "")
+    log(f"world size {world_size} on {device.type} | global batch {args.global_batch} "
+        f"({world_size} x {args.global_batch // world_size}) of {len(train_set)} samples | "
+        f"lr {args.lr:g} | {args.epochs} epochs"
+        + (f", resumed after {progress['epoch']}" if progress["epoch"] else "")
+        + ("" if len(val_set) else " | no validation samples: no best weights")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
-    signals = collect_signals()
-    for epoch in range(epochs_done, args.epochs):
-        start = time.perf_counter()
-        sampler.set_epoch(epoch)  # DDP: another order in each epoch, the same in all processes
-        # DDP: each process has other random numbers (for dropout). They begin anew in each epoch,
-        # so that a resumed run has the same. (hash() of numbers is the same in all processes)
+    for epoch in range(progress["epoch"], args.epochs):
+        train_loader.sampler.set_epoch(epoch)  # DDP: a new order, the same in all processes
+        # DDP: other random numbers (of dropout) in each process. A resumed run draws the same
         torch.manual_seed(hash((args.seed, epoch, rank)))
-        model.train()
-        loss_sum = counts = samples = 0  # of this process
-        for batch in loader:
-            batch = [tensor.to(device, non_blocking=True) for tensor in batch]
-            optimizer.zero_grad()
-            with autocast:
-                loss, batch_counts = loss_and_counts(args, ddp_model, *batch)
-            loss.backward()  # DDP: averages the gradients of all processes
-            optimizer.step()
-            loss_sum += len(batch[0]) * loss.detach().double()  # tensors: no waiting for the GPU
-            counts += batch_counts.detach().double()
-            samples += len(batch[0])
-        results = results_of(loss_sum, counts, samples)
+        start = time.perf_counter()
+        results = train_epoch(args, ddp_model, optimizer, scheduler,
+                              on_device(train_loader, device))
         seconds = time.perf_counter() - start
-        with autocast:  # model, not ddp_model: nothing is averaged, and shares may be unequal
-            test_results = evaluate(args, model, test_loader, device)
-        scheduler.step()
-        log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  test {show(test_results)}  "
-            f"{len(loader) * global_batch / seconds:,.0f} samples/s")
+        results.update(evaluate(args, model, on_device(val_loader, device)))
+        speed = len(train_loader) * args.global_batch / seconds
+        log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
+            f"{speed:,.0f} samples/s")
 
         check_model(model)
-        # DDP: if one process that has received a signal stopped alone, the others would wait for it
-        stop = torch.tensor(len(signals))
-        dist.all_reduce(stop)
-        if rank == 0 and args.checkpoint:
-            test_loss = (test_results or results)["loss"]  # the training loss, without a test set
-            is_best = test_loss < best_loss
-            best_loss = min(best_loss, test_loss)
-            states = {name: item.state_dict() for name, item in saved.items()}
-            states.update(run=run, epochs_done=epoch + 1, best_loss=best_loss,
-                          global_batch=global_batch)
+        progress["epoch"] = epoch + 1
+        score = results.get("val_accuracy", -math.inf)  # or -results["val_loss"]: higher is better
+        is_best = score > progress["best_score"]
+        if is_best:
+            progress["best_score"] = score
+        if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one process saves
             if is_best:
-                save(states, f"{args.checkpoint}.best")
-            save(states, args.checkpoint)
-        if stop and epoch + 1 < args.epochs:
-            close_group()
-            sys.exit(f"stopped by a signal after epoch {epoch + 1}" if rank == 0 else 1)
+                save(model.state_dict(), f"{args.checkpoint}.best")
+            states = {name: item.state_dict() for name, item in saved.items()}
+            save({**states, "progress": progress, "run": run}, args.checkpoint)
     close_group()
 
 
-def evaluate(args, model, batches, device):
-    """Return the loss and the metrics of all processes' samples. batches: those of this process."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)  # DDP: all use rank 0's averages of BatchNorm
-    model.eval()
-    loss_sum = counts = samples = 0
-    with torch.no_grad():
-        for batch in batches:
-            batch = [tensor.to(device, non_blocking=True) for tensor in batch]
-            loss, batch_counts = loss_and_counts(args, model, *batch)
-            loss_sum += len(batch[0]) * loss.double()
-            counts += batch_counts.double()
-            samples += len(batch[0])
-    return results_of(loss_sum, counts, samples)
+# ---- You need not read the rest to use or edit this file: it adds up, connects and saves. ----
+def loader_options(args):
+    """Return the options of a DataLoader for its processes."""
+    options = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
+    if args.workers:
+        options["timeout"] = args.timeout  # a sample that does not come is an error
+    if args.workers and sys.platform == "linux":
+        options["multiprocessing_context"] = "fork"  # other methods import PyTorch in each process
+    return options
 
 
-def results_of(loss_sum, counts, samples):
-    """Return the mean loss and the metrics of all processes' samples, by name ({} if none)."""
-    sums = loss_sum, counts, samples
-    sums = [torch.as_tensor(value, dtype=torch.float64).cpu() for value in sums]
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums)  # not all_reduce: a rank without samples has no counts
-    loss_sum, counts, samples = (sum(values) for values in zip(*of_ranks))
-    if not samples:
-        return {}
-    means = {"loss": loss_sum / samples, **metrics(counts, samples)}
-    return {name: float(value) for name, value in means.items()}
+def on_device(loader, device):
+    """Yield the batches of a DataLoader (lists of tensors) on the device."""
+    for batch in loader:
+        yield [tensor.to(device, non_blocking=True) for tensor in batch]
+
+
+class Sums:
+    """Adds up losses and counts on the GPU: only results() and a line of progress wait for it."""
+
+    def __init__(self):
+        self.loss = self.counts = self.samples = self.batches = 0
+        self.log_time = time.monotonic()
+
+    def add(self, loss, counts, samples):
+        """Add the mean loss, and the counts, of a batch of this number of samples."""
+        self.loss += samples * loss.detach().double()
+        self.counts += counts.detach().double()
+        self.samples += samples
+        self.batches += 1
+
+    def log_progress(self, seconds=10):
+        """Print the number of batches and rank 0's mean loss, if these seconds have passed."""
+        if time.monotonic() - self.log_time > seconds:
+            log(f"  step {self.batches} of this epoch  loss {self.loss / self.samples:.4f}")
+            self.log_time = time.monotonic()
+
+    def results(self, prefix=""):
+        """Return mean loss and metrics of all processes' samples, by name ({} without samples)."""
+        values = [torch.as_tensor(value).cpu() for value in (self.loss, self.counts, self.samples)]
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, values)  # not all_reduce: a rank may have no samples
+        loss, counts, samples = (sum(values) for values in zip(*of_ranks))
+        if not samples:
+            return {}
+        means = {"loss": loss / samples, **metrics(counts, samples)}
+        return {prefix + name: float(value) for name, value in means.items()}
 
 
 def show(results):
     """Return results as text, for the log."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items()) or "no samples"
+    return "  ".join(f"{name} {value:.4f}" for name, value in results.items())
 
 
-# ---- You need not read the rest to use or edit this file: it connects, stops and saves. ----
 def form_group(args):
-    """Connect all processes. Return args, rank, world size, device, checkpoint ({} if none).
-
-    args and checkpoint come from rank 0: another machine may not have the file.
-    """
-    rank, local_rank, world_size = setup_environment()
-    device = torch.device("cpu")
-    cuda = torch.cuda.is_available()
-    if cuda:  # srun may show each process only its own GPU
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
+                 "own. Start one task per node, with torchrun, or set RANK=0 for a single process")
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun. Otherwise, this is the only process
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # the number on this machine
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device, backend = torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()  # of the driver, which may be too old for this PyTorch
+    if gpus and (not torch.cuda.is_available() or local_rank >= gpus):
+        sys.exit(f"error: process {local_rank} of this machine cannot use a GPU of its own (torch "
+                 f"{torch.__version__}, {gpus} GPUs): start one process per GPU, update the "
+                 "driver, or set CUDA_VISIBLE_DEVICES= to train on CPUs")
+    if gpus:
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"  # two: flags and sums are exchanged between CPUs
     # Before the group is formed: if this fails, the launcher ends the other processes
     checkpoint = load_checkpoint(args.checkpoint) if rank == 0 else {}
     store = dist.HashStore() if world_size == 1 else None  # a single process needs no port
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, store=store,
-                            device_id=device if cuda else None, world_size=world_size,
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store,
+                            device_id=device if gpus else None,
                             timeout=timedelta(seconds=args.timeout))  # to notice a lost process
-    of_rank_0 = [args, checkpoint]
+    of_rank_0 = [args, checkpoint]  # other flags may be typed elsewhere, and FILE may be missing
     dist.broadcast_object_list(of_rank_0, device=torch.device("cpu"))
     args, checkpoint = of_rank_0
-    return args, rank, world_size, device, checkpoint
+    return args, device, checkpoint
 
 
-def setup_environment():
-    """Return (rank, local rank, world size). Under srun, also set the variables of torchrun."""
-    env = os.environ
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    other_launcher = "TORCHELASTIC_RUN_ID" in env or int(env.get("WORLD_SIZE", 1)) > tasks
-    shell = "SLURM_PTY_PORT" in env and os.isatty(0)  # python is typed in srun --pty bash
-    if tasks > 1 and not other_launcher and not shell:  # srun python train.py
-        # The first host, n07 of n[07-09]. For other forms, r[1-2]n[1-4], set MASTER_ADDR
-        first_host = re.match(r"([^\[,]*)\[?(\d*)", env["SLURM_STEP_NODELIST"])
-        env.setdefault("MASTER_ADDR", "".join(first_host.groups()))
-        # Another port for each job and step, because those of one node may run at the same time
-        number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(10000 + number % 20000))
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"], WORLD_SIZE=str(tasks))
-    return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
+def load_checkpoint(path):
+    """Return the checkpoint at path, {} if there is none."""
+    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
+    if not path or not os.path.exists(path):
+        return {}
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if "run" not in checkpoint:
+        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+    return checkpoint
 
 
-class Loader(DataLoader):
-    """A DataLoader whose processes ignore signals, which Slurm and Ctrl-C send to all processes.
-
-    Training needs their samples until it has saved.
-    """
-
-    def __iter__(self):
-        time.sleep(0.1)  # fork() may hang while gloo's threads work (seen with Python 3.11)
-        signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also in processes that start now
-        iterator = super().__iter__()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        return iterator
+def describe_run(args, samples):
+    """Return what a resumed run may not change: flags and number of training samples, as text."""
+    run = {**vars(args), "training_samples": samples}
+    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
 
 
-def collect_signals():
-    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
-    signals = []
-
-    def handler(signum, frame):
-        log("signal received: stopping at the end of this epoch")
-        signals.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, handler)
-    return signals
+def resume(checkpoint, run, saved, progress):
+    """Load the checkpoint, if there is one, into the items of saved and into progress."""
+    if not checkpoint:
+        return
+    before = checkpoint["run"]
+    changes = [f"{name} was {before.get(name)}, is {run.get(name)}" for name in {**before, **run}
+               if before.get(name, "None") != run.get(name, "None")]
+    if changes:
+        sys.exit(f"error: the checkpoint is of another run ({'; '.join(changes):.500}): use the "
+                 "same flags and data, or another --checkpoint")
+    for name, item in saved.items():
+        item.load_state_dict(checkpoint.pop(name))  # pop: frees its memory
+    progress.update(checkpoint["progress"])
 
 
 def check_model(model):
-    """Exit unless the weights are finite, and their norms equal in all processes."""
-    norms = torch.stack([weight.detach().norm() for weight in model.parameters()]).cpu()
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, norms)
-    if not norms.isfinite().all():
+    """Exit unless the trained weights are finite, and their norms equal in all processes."""
+    norms = torch.stack([torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).double()
+                         for weight in model.parameters() if weight.requires_grad])
+    means = norms / dist.get_world_size()
+    dist.all_reduce(means)  # over all processes: NaN of one is NaN in all
+    if not means.isfinite().all():
         sys.exit("error: the weights contain NaN or infinity: lower --lr (with another "
                  "--checkpoint), or look for NaN and very large values in the data")
-    if not all(torch.allclose(norms, others) for others in of_ranks):
+    if not torch.allclose(norms, means):
         sys.exit("error: the weights differ by rank: call ddp_model(...), and step() on all ranks")
 
 
@@ -338,15 +368,6 @@ def save(checkpoint, path):
     os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path):
-    """Return the checkpoint at path, {} if there is none."""
-    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
-        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
-    if not path or not os.path.exists(path):
-        return {}
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
@@ -355,21 +376,10 @@ def close_group():
 
 
 def log(message):
-    """Print on rank 0. A run does not end because it cannot print."""
-    if os.environ.get("RANK", "0") == "0":
-        # OSError: a closed pipe (| head). ValueError: an encoding. RuntimeError: a signal's print
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            print(message, flush=True)
-
-
-def main():
-    try:
-        train(parse_args())
-    finally:  # after an exception, Python would wait for the loader's processes for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
-        for process in mp.active_children():
-            process.kill()
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    train(parse_args())
