@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from checkpoints import difference, progress
+from checkpoints import difference, load_checkpoint
 from copies import make_copy
 from launchers import run
 from scripts import ROOT, SCRIPTS
@@ -30,9 +30,8 @@ ONE_CORE = "--cpus-per-task=1"
 TWO_CORES = "--cpus-per-task=2 --gpus-per-node=0"
 SMALL = "--cpus-per-task=2 --nodes=1"
 LINEAR = "--epochs 4 --samples 256"
-ENDLESS = "--epochs 99 --fake-data 4096 --batch-size 8"  # steps of 16 images
-STEPS = r"\nepoch .* step [1-9]"
-IMAGES = "--epochs 1 --fake-data 32"
+ENDLESS = "--epochs 99 --fake-data 4096 --global-batch 4 --save-every 99"
+IMAGES = "--epochs 1 --fake-data 32 --global-batch 16"
 # 80 epochs of a step of 2 processes, a log line and a checkpoint each.
 LONG = "--epochs 80 --samples 64"
 
@@ -422,7 +421,8 @@ def time_limit(lab):
     for number in (1, 2):
         wait_for_epochs(lab, job, restarts=number - 1)
         (lab.folder / "mine/slow.py").write_text("raise SystemExit('new script')")
-        (lab.folder / "submission/slurm/job.sh").write_text("echo new job.sh; exit 1")
+        new = (ROOT / "slurm/job.sh").read_text() + "die 'new job.sh'"
+        (lab.folder / "submission/slurm/job.sh").write_text(new)
         lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
         wait_for_restart(lab, job, number)
         lab.sh(f"scontrol update job={job} TimeLimit=30")
@@ -509,17 +509,23 @@ def too_long_for_the_time_limit(lab):
 
 
 def cancelled(lab):
-    """cifar10_ddp, which saves after any step, also when it is requeued by hand, as before that."""
+    """cifar10_ddp, which saves after the step that runs, also when it is requeued by hand before.
+
+    It saves for no other reason in this time. Slurm kills it after 10 s (KillWait).
+    """
     job = lab.sbatch(f"{TWO_CORES} slurm/cifar10-srun.sbatch {ENDLESS}", "c11")
     checkpoint = lab.folder / f"cifar10-srun-{job}.pt"
-    steps = []
-    for command in ("scontrol requeue", "scancel"):
-        lab.wait_for(job, "training", lambda: len(starts_of(lab, job)) == len(steps) + 1
-                     and re.search(STEPS, lab.output(job).rpartition("\npython: /")[2]))
+
+    def steps_saved():
+        return load_checkpoint(checkpoint)["progress"]["step"] if checkpoint.exists() else 0
+
+    steps = 0
+    for number, command in enumerate(["scontrol requeue", "scancel"], start=1):
+        lab.wait_for(job, f"training in start {number}", lambda: re.search(
+            r" step [1-9]", "".join(lab.output(job).split("\npython: /")[number:])))
         lab.sh(f"{command} {job}")
-        lab.wait_for(job, "saved",
-                     lambda: checkpoint.exists() and progress(checkpoint) not in steps)
-        steps.append(progress(checkpoint))
+        lab.wait_for(job, f"saved in start {number}", lambda: steps_saved() > steps)
+        steps = steps_saved()
     lab.wait_for_state(job, "CANCELLED")
     time.sleep(10)  # a requeued job waits for 7 s
     state = lab.show(job, "JobState")
@@ -563,22 +569,22 @@ class Trained(NamedTuple):
 
 TRAINED = {
     "cpu": Trained(f"--cpus-per-task=2 --export=NONE slurm/cpu.sbatch {LINEAR}",
-                   "^4 processes |^epoch 4/4", 2),
+                   "^world size 4 |^epoch 4/4", 2),
     "cpu-container": Trained(f"--cpus-per-task=2 slurm/cpu-container.sbatch {LINEAR}",
-                             "^4 processes |^epoch 4/4", 2,
+                             "^world size 4 |^epoch 4/4", 2,
                              {"PATH": f"pyxis:{sys.prefix}/bin{PATH}"}),
-    "mnist": Trained(f"-c2 slurm/mnist.sbatch {IMAGES} --batch-size 8",
-                     "^GPUs none, threads 2 |^epoch 1/1 .* test", 2),
-    "fashionmnist": Trained(f"{TWO_CORES} slurm/fashionmnist.sbatch {IMAGES} --global-batch 16",
-                            "^2 processes |^epoch 1/1", 2, LEFT),
-    "cifar10": Trained(f"--nodes=2 {ONE_CORE} slurm/cifar10.sbatch {IMAGES} --batch-size 8",
-                       "^2 processes |^epoch 1/1", 2,
+    "mnist": Trained(f"-c2 slurm/mnist.sbatch --epochs 1 --fake-data 32",
+                     "^GPUs none, threads 2 |^epoch 1/1", 2),
+    "fashionmnist": Trained(f"{TWO_CORES} slurm/fashionmnist.sbatch {IMAGES}",
+                            "^world size 2 |^epoch 1/1", 2, LEFT),
+    "cifar10": Trained(f"--nodes=2 {ONE_CORE} slurm/cifar10.sbatch {IMAGES}",
+                       "^world size 2 |^epoch 1/1", 2,
                        {"SCRIPT": "my.py", "VIRTUAL_ENV": sys.prefix}, inside="cd elsewhere &&"),
-    "cifar10-srun": Trained(f"--nodes=2 {ONE_CORE} slurm/cifar10-srun.sbatch {IMAGES} --batch-size 8",
-                            "^2 processes |^epoch 1/1", 2),
+    "cifar10-srun": Trained(f"--nodes=2 {ONE_CORE} slurm/cifar10-srun.sbatch {IMAGES}",
+                            "^world size 2 |^epoch 1/1", 2),
     "synthetic": Trained(f"-c2 --gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}",
-                         "^2 processes |^epoch 4/4", 2),
-    "clocks": Trained(f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", "^2 processes |^epoch 4/4", 2,
+                         "^world size 2 |^epoch 4/4", 2),
+    "clocks": Trained(f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", "^world size 2 |^epoch 4/4", 2,
                       {"VIRTUAL_ENV": "behind"}),
 }
 
@@ -649,5 +655,5 @@ def test_two_terminals_train_together(lab):
     lab.sh(f"{terminal}c2 bash -c {shlex.quote(shown.strip())}", timeout=300)
     lab.sh(f"while pgrep -x srun; do sleep 1; done; scancel {job}", timeout=300)
     shown = (lab.folder / "master.log").read_text()
-    assert "2 processes" in shown, f"two terminals are not one run:\n{shown}"
+    assert "world size 2" in shown, f"two terminals are not one run:\n{shown}"
     assert "epoch 4/4" in shown, f"two terminals have not trained to the end:\n{shown}"
