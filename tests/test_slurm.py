@@ -610,6 +610,14 @@ def test_job_trains(lab, trained_jobs, name):
     assert lab.restarts(job) == 0, f"{name}: the job was requeued:\n{output}"
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_several_tasks_without_a_rank_end_with_an_error_line(lab, script):
+    """`srun -n 2 python train.py` would be two runs, which would write the same files."""
+    said = lab.sh(f"srun --ntasks=2 .venv/bin/python {script}/train.py || true", timeout=200)
+    assert re.search("error: (srun has started|nn.DataParallel runs)", said), (
+        f"two tasks of {script} without RANK do not end with an error line:\n{said}")
+
+
 # --- what is left on a disk ---
 @pytest.mark.parametrize("suffix, state, shown", [
     (".code/train.py", "COMPLETED", "epoch 4/4"),
