@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Script(NamedTuple):
     """What the tests know about a script."""
     learn: tuple  # flags with which it learns in one epoch, on the CPU, within a few seconds
-    learned: tuple[str, float]  # a name in the log, and what that epoch reaches at least (loss: most)
+    learned: tuple[str, float]  # a name in the log, and what it is at least (a loss: at most) then
     header: str  # what the first line then begins with; {nproc}: processes
     starts: tuple[tuple[str, int], ...]  # how the smoke test starts it: launcher, processes
     saves: str = "epoch"  # what it resumes after: an "epoch", any "step", or "" (it does not save)

@@ -170,9 +170,7 @@ def test_a_model_that_is_called_without_ddp_is_an_error_line(script, tmp_path):
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
     """Only weights that train have to be finite: masks are infinite, quantized weights bytes."""
-    module = load_script(script)
-
-    def setup(copied, rank):
+    def setup(module, rank):
         def build_model(args):
             model = plain_model(args)
             model.register_buffer("mask", torch.tensor(-torch.inf))
@@ -180,13 +178,13 @@ def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
                                               requires_grad=False)
             return model
 
-        use_small_model(copied)
-        plain_model = copied.build_model
-        copied.build_model = build_model
+        use_small_model(module)
+        plain_model = module.build_model
+        module.build_model = build_model
 
     end = train_forked(script, *flags_of(script), setup=setup)
     assert end.statuses == [0], (
-        f"{module.__name__} refuses a model with a mask and frozen bytes: {end.statuses}\n{end.text}")
+        f"{script} refuses a model with a mask and frozen bytes: {end.statuses}\n{end.text}")
 
 
 # ---- what is printed ----

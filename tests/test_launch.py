@@ -74,7 +74,7 @@ def test_mnist_dp_is_one_process(variables, refused):
                          ids=["not usable", "more processes than GPUs"])
 @pytest.mark.parametrize("script", [name for name in DDP_SCRIPTS if "cpu" not in name])
 def test_gpus_that_a_process_cannot_use_are_an_error_line(script, count, usable, local_rank):
-    """A driver that is too old, or a third process on 2 GPUs: it would train on the CPU, or hang."""
+    """A driver that is too old: it would train on the CPU. A third process on 2 GPUs."""
     def setup(module, rank):
         torch.cuda.device_count = lambda: count
         torch.cuda.is_available = lambda: usable
