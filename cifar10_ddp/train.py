@@ -301,7 +301,8 @@ def train(args):
                  f"(processes) and at most {len(train_set)} (training images)")
     run = describe_run(args, len(train_set))
     # DDP: a batch has the same number of parts for each process, of at most --batch-size images
-    args.parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
+    parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
+    args.parts = min(parts, args.global_batch)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # finds the fastest convolutions
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
@@ -312,9 +313,10 @@ def train(args):
     if args.compile:
         model.compile()
     optimizer, scheduler = build_optimizer(args, model, steps)
-    # What each checkpoint has: the states of these objects, for example an average of the weights,
+    # A checkpoint has the states of these objects, and these numbers. Add what else a resumed run
+    # needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    progress = {"step": 0, "best_score": -math.inf}  # and plain numbers. Add your own to either
+    progress = {"step": 0, "best_score": -math.inf}
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
@@ -327,50 +329,52 @@ def train(args):
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
 
     signals = collect_signals()
-    parts = own_parts(args, len(train_set), progress["step"])  # DDP: what this process computes
+    step = progress["step"]
+    timer = Timer(args, steps, step)
+    parts = own_parts(args, len(train_set), step)  # DDP: those that this process computes
     loader = build_loader(args, SeededBatches(train_set), sampler=parts, batch_size=None)
-    # For all epochs. iter() starts its processes: before the loop, since threads of gloo work there
-    timer = Timer(args, steps, progress["step"])
+    # iter() starts the loader's processes, for all epochs: in a step, gloo's threads could stop them
     batches = timer.on_device(iter(loader), device)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DDP: each image once
     val_loader = build_loader(args, val_share, batch_size=args.batch_size)
     save_time = time.monotonic() + 60 * args.save_every
     # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
-    for epoch in range(max(0, progress["step"] - 1) // steps_per_epoch, args.epochs):
-        start, first_step = time.perf_counter(), progress["step"]
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
+        start, first_step = time.perf_counter(), step
         end_of_epoch = (epoch + 1) * steps_per_epoch
         sums = Sums()
-        while progress["step"] < end_of_epoch:
-            # DDP: all must save, or stop, after the same step. So they exchange, beside the step,
-            # whether a process has received a signal, and whether it is time to save
+        while step < end_of_epoch:
+            # DDP: all must stop, or save, after the same step. So they tell each other, beside the
+            # step, whether one has received a signal, and whether it is time to save
             asked = torch.tensor([len(signals), time.monotonic() > save_time])
             exchange = dist.all_reduce(asked, async_op=True) if world_size > 1 else None
-            train_step(args, progress["step"], ddp_model, optimizer, scheduler, batches, sums)
-            progress["step"] += 1
+            train_step(args, step, ddp_model, optimizer, scheduler, batches, sums)
+            step += 1
             if exchange:
                 exchange.wait()
             stop, save_now = asked.tolist()
-            if stop or save_now or progress["step"] == end_of_epoch:
+            if stop or save_now or step == end_of_epoch:
                 check_model(model)
+                progress["step"] = step
                 save_time = time.monotonic() + 60 * args.save_every
                 if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one saves
                     states = {name: item.state_dict() for name, item in saved.items()}
                     states.update(progress=progress, run=run, classes=args.classes)
                     save(states, args.checkpoint)
-            if stop and progress["step"] < steps:
+            if stop and step < steps:
                 close_group()
-                sys.exit(f"stopped by a signal after step {progress['step']}" if rank == 0 else 1)
-            timer.log(epoch, progress["step"], sums)
+                sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
+            timer.log(epoch, step, sums)
 
         results = sums.results()  # {} if resumed at the end of the epoch
         seconds = time.perf_counter() - start
         results.update(evaluate(args, model, on_device(val_loader, device)))
-        speed = (end_of_epoch - first_step) * args.global_batch / seconds
+        speed = (step - first_step) * args.global_batch / seconds
         log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
             f"{speed:,.0f} images/s")
         score = results.get("val_accuracy", -math.inf)  # or -results["val_loss"]: higher is better
         if score > progress["best_score"]:
-            progress["best_score"] = score
+            progress["best_score"] = score  # in the next checkpoint
             if rank == 0 and args.checkpoint:
                 save(model.state_dict(), f"{args.checkpoint}.best")
     close_group()

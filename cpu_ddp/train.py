@@ -105,7 +105,8 @@ def train_epoch(args, ddp_model, optimizer, inputs, targets, epoch):
 # processes. Below "if rank == 0", it would wait for the others until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
-    args, checkpoint = form_group(args)  # DDP: connects the processes. All get those of rank 0
+    # DDP: connects the processes. All get the flags and the checkpoint of rank 0
+    args, checkpoint = form_group(args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)  # DDP: all processes draw the same data and weights
     inputs, targets = load_data(args)
@@ -114,8 +115,9 @@ def train(args):
                  f"(processes) and at most {len(inputs)} (samples)")
     model = build_model(args)
     optimizer = build_optimizer(args, model)
-    saved = {"model": model, "optimizer": optimizer}  # what each checkpoint has: their states,
-    progress = {"epoch": 0}  # and plain numbers
+    # A checkpoint has the states of these objects, and this number. Add what else a resumed run needs
+    saved = {"model": model, "optimizer": optimizer}
+    progress = {"epoch": 0}
     run = describe_run(args, len(inputs))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients

@@ -237,9 +237,10 @@ def train(args):
     steps_per_epoch = samples // args.global_batch
     model = build_model(args).to(device)
     optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
-    # What each checkpoint has: the states of these objects, for example an average of the weights,
+    # A checkpoint has the states of these objects, and these numbers. Add what else a resumed run
+    # needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    progress = {"epoch": 0, "best_score": -math.inf}  # and plain numbers. Add your own to either
+    progress = {"epoch": 0, "best_score": -math.inf}
     run = describe_run(args, samples)
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients

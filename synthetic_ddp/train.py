@@ -188,9 +188,10 @@ def train(args):
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     model = build_model(args).to(device)
     optimizer, scheduler = build_optimizer(args, model, args.epochs * len(train_loader))
-    # What each checkpoint has: the states of these objects, for example an average of the weights,
+    # A checkpoint has the states of these objects, and these numbers. Add what else a resumed run
+    # needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    progress = {"epoch": 0, "best_score": -math.inf}  # and plain numbers. Add your own to either
+    progress = {"epoch": 0, "best_score": -math.inf}
     run = describe_run(args, len(train_set))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
