@@ -256,18 +256,17 @@ def check_steps(seen, problems, mean):
     promise = "one and two processes make the same steps: samples, rates and gradients"
     one, (first, second) = seen["one"][0].steps, (rank.steps for rank in seen["two"])
     say_the_order(one)
-    if len(one) != len(first):
-        check(promise, False, f"two processes make {len(first)} steps, one {len(one)}. Divide each "
-              "batch among the processes: a share by DistributedSampler (without shuffle=True), "
-              "of global_batch / world_size samples")
+    sizes = [sum(step["number"]) for step in (one[0], first[0], second[0])]
+    if len(one) != len(first) or sizes[0] != sizes[1] + sizes[2]:
+        check(promise, False, f"one process makes {len(one)} steps, the first of {sizes[0]} "
+              f"samples; two make {len(first)}, of {sizes[1]} + {sizes[2]} samples. Divide each "
+              "batch among the processes: a share of the samples for each rank (by "
+              "DistributedSampler, in place of shuffle=True), and global_batch / world_size of it")
         return
     same_samples = compare_samples(one, first, second)
     if same_samples is False:
-        numbers = [sum(step["number"]) + sum(other["number"])
-                   for step, other in zip(first, second)]
-        check(promise, False, f"the samples differ (in the first step, {sum(one[0]['number'])} on "
-              f"one, {numbers[0]} on two). Let the order depend on seed and epoch alone, and the "
-              f"share on the rank, not the local rank. {SAMPLES}")
+        check(promise, False, "the samples differ. Let the order depend on seed and epoch alone, "
+              f"and the share on the rank, not the local rank. {SAMPLES}")
         return
     rates = [(rate, other) for step, step_of_two in zip(one, first)
              for rate, other in zip(step["rates"], step_of_two["rates"])]
@@ -638,8 +637,8 @@ def compare(servers, folder, path, flags):
         print_promises(seen, problems, os.path.exists(f"{folder}/stopped.pt"))
     changed = mirror.changed()
     if changed:
-        notes.append(f"these files have changed during the check, which links to them: "
-                     f"{some(changed)}")
+        notes.append("these linked files have changed during the check, by a program, or by a "
+                     f"library that writes without Python: {some(changed)}")
     say_the_rest()
     return 2 if not seen else 1 if "FAIL" in said else 2 if "broken" in problems else 0
 
@@ -651,19 +650,21 @@ def make_mirror(folder, path, flags):
     mirror.add(here)
     if not f"{beside}/".startswith(f"{here}/"):
         mirror.add(beside)
-    mirror.add(os.path.dirname(here), levels=1)
+    others = scratch.Mirror(f"{folder}/base", most=2000)
+    others.add(os.path.dirname(here), levels=1)
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     homes = {"TORCH_HOME": f"{cache}/torch", "HF_HOME": f"{cache}/huggingface"}
     homes = {name: os.path.realpath(os.environ.get(name, place)) for name, place in homes.items()}
     for place in filter(os.path.isdir, homes.values()):
-        mirror.add(place)
+        others.add(place)
+    names = [os.path.relpath(path) for path in mirror.linked]
+    links = f"and links to {len(names)} ({some(names)})" if names else "and no links"
     print(f"""\
 Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of 16 samples, of
-{TRAINING_SAMPLES} training samples, and of {VAL_SAMPLES} validation samples if there are any. It \
-works in a temporary
-folder, with copies of {mirror.copied} files and links to {len(mirror.linked)} others. Python \
-cannot change the others, nor what is at
-an absolute path or in ~. Programs that it starts, and libraries, could.""", flush=True)
+{TRAINING_SAMPLES} training samples, and of {VAL_SAMPLES} validation samples if there are any.
+It works in a temporary folder, with copies of {mirror.copied} of your files {links}. Python
+cannot change what is linked, at an absolute path or in ~; programs that it starts, and libraries
+that write without Python, can.""", flush=True)
     return mirror, {"folder": folder, "path": path, "here": here, "flags": flags, "homes": homes}
 
 

@@ -18,11 +18,11 @@ MANY, MOST = 1000, 20000  # entries of a folder, above which its files are linke
 class Mirror:
     """Mirrors folders of the user beneath root, at the same absolute paths."""
 
-    def __init__(self, root):
+    def __init__(self, root, most=MOST):
         self.root = root
-        self.room, self.entries = IN_ALL, MOST
+        self.room, self.entries = IN_ALL, most
         self.copied = 0  # files
-        self.linked = {}  # files and folders that are linked: their state, to see that it changes
+        self.linked = {}  # files that are linked: their state, to see that it changes
         self.real = set()  # folders that are mirrored, by their real paths
 
     def add(self, place, levels=50):
@@ -45,7 +45,8 @@ class Mirror:
                     queue.append((entry.path, new, levels - 1))
                 elif not os.path.lexists(new) and not self.copy(entry, new, len(entries)):
                     os.symlink(os.path.realpath(entry.path), new)
-                    self.linked[entry.path] = state(entry.path)
+                    if entry.is_file():
+                        self.linked[entry.path] = state(entry.path)
 
     def takes(self, entry):
         """Return whether a folder is mirrored: not an environment or repository, nor a loop."""
@@ -67,7 +68,7 @@ class Mirror:
         return True
 
     def changed(self):
-        """Return the files and folders that are linked, and have changed."""
+        """Return the files that are linked, and have changed."""
         return [path for path, before in self.linked.items() if state(path) != before]
 
 
