@@ -11,7 +11,7 @@ import sys
 import time
 
 import torch
-from check_copy import TRAINING_SAMPLES, VAL_SAMPLES
+from check_promises import TRAINING_SAMPLES, VAL_SAMPLES
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 
@@ -164,20 +164,19 @@ def in_both(training, validation, alive):
 
 
 # ---- Batches ----
-def some_rows(values, first, last, times, whole):
-    """Return a part of a batch for some samples of it, several times. whole: see tensors_of()."""
+def some_rows(values, first, last, whole):
+    """Return a part of a batch for some samples of it. whole: see tensors_of()."""
     if is_constant(values):
         return values
     if isinstance(values, collections.abc.Mapping):
         part = copy.copy(values)
         for name, value in values.items():
-            part[name] = some_rows(value, first, last, times, whole)
+            part[name] = some_rows(value, first, last, whole)
         return part
     if whole and isinstance(values, (list, tuple)):
-        parts = [some_rows(value, first, last, times, whole) for value in values]
+        parts = [some_rows(value, first, last, whole) for value in values]
         return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
-    part = copy.deepcopy(values[first:last])
-    return torch.cat([part] * times) if isinstance(part, torch.Tensor) else part * times
+    return copy.deepcopy(values[first:last])
 
 
 def is_constant(value):

@@ -56,12 +56,12 @@ class Mirror:
 
     def copy(self, entry, new, count):
         """Copy a small file to new. Return whether it is copied."""
-        size = entry.stat().st_size if entry.is_file() else SMALL + 1
-        if size > min(SMALL, self.room) or count > MANY:
-            return False
         try:
+            size = entry.stat().st_size
+            if not entry.is_file() or size > min(SMALL, self.room) or count > MANY:
+                return False
             shutil.copy2(entry.path, new)
-        except OSError:  # it may not be read
+        except OSError:  # it may not be read, or is gone
             return False
         self.room -= size
         self.copied += 1

@@ -81,8 +81,8 @@ RANKS = "all processes have the same weights at the end"
 SAME = "what is saved is the same on all processes"
 MEAN = "the loss is a mean over the samples, and the counts are sums"
 STEPS = "one and two processes make the same steps: samples, rates and gradients"
-AGAIN = "the same weights give the same result when they are evaluated again"
 EVALUATIONS = "the same weights have the same validation results on one and two processes"
+AGAIN = f"{EVALUATIONS}: a second evaluation of the same weights"
 RESUMES = "a stopped and resumed run ends with the same numbers"
 
 SUMS = 'instead of "return sums.results("val_")"'
@@ -103,7 +103,9 @@ WRONG = {
             "COUNT.append(1)\nloss = loss / len(COUNT)", "COUNT = []\n")),
         "a metric of the share of a rank": (EVALUATIONS, (SUMS, """
             return {"val_accuracy": float(sums.counts / sums.samples)}""")),
-        "a factor in evaluation": (f"{MEAN}: the loss of 4 samples", in_loss(
+        "a metric of the classes of a batch": (EVALUATIONS, in_loss(
+            "counts = len(labels) * labels.unique().count_nonzero()")),
+        "a factor in evaluation": (f"{MEAN}: the loss of 10 samples", in_loss(
             "if not model.training:\n    loss = loss / len(labels)")),
         "a sum": (f"{MEAN}: the loss of 10 samples", in_loss("loss = loss * len(labels)")),
         "a metric that is a mean": (f"{MEAN}: the counts are means", in_loss(
@@ -255,11 +257,6 @@ def loss_and_counts(args, model, inputs, labels):
     logits = model(inputs)
     weights = 1 / labels.bincount(minlength=3).clamp(min=1)
     return F.cross_entropy(logits, labels, weights), (logits.argmax(1) == labels).sum()
-""")),
-    "a metric of the classes of a batch": ("the validation results depend on the batch", above("""
-def loss_and_counts(args, model, inputs, labels):
-    logits = model(inputs)
-    return F.cross_entropy(logits, labels), len(labels) ** 2 * torch.ones(())
 """)),
     "a file of both ranks": ("both processes write best.pt", (
         EVALUATED, "torch.save(model.state_dict(), 'best.pt')")),

@@ -22,7 +22,7 @@ import traceback
 
 import torch
 import torch._dynamo  # as the first optimizer does: once, before the processes are forked
-from check_copy import Record
+from check_promises import Record
 from copy_samples import (cut, digest, floats, floats_of_two, in_both, is_constant, numbers,
                           random_numbers, random_state, read, rows, set_random_state, size,
                           some_rows, tensors_of)
@@ -43,7 +43,7 @@ def serve():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     os.chdir("/")
     sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
-    for name in ("check_copy", "copy_samples", "scratch"):
+    for name in ("check_promises", "copy_samples", "scratch"):
         del sys.modules[name]  # the copy may have modules of these names
     for line in sys.stdin:
         order = argparse.Namespace(**json.loads(line))
@@ -208,7 +208,7 @@ class Training:
         before = digest([*call.model.buffers()])
         self.record.evaluations.append(
             {"results": [], "samples": 0, "draws": [], "changes": False, "again": None,
-             "whole": None, "ddp": wraps and bool(before != digest([]))})
+             "ddp": wraps and bool(before != digest([]))})
         self.evaluating = True
         result = self.at_evaluation(call)
         self.evaluating = False
@@ -338,7 +338,7 @@ class Gradients(Training):
 
 
 class Evaluation(Training):
-    """Evaluates given weights twice, and in a single batch."""
+    """Evaluates given weights, on one process twice."""
 
     def at_evaluation(self, call):
         call.model.load_state_dict(torch.load(f"{self.order.folder}/one tested.pt"))
@@ -351,8 +351,6 @@ class Evaluation(Training):
         if self.order.size == 1:
             set_random_state(self.before)
             found["again"] = floats(call.again())
-            with contextlib.suppress(Exception):
-                found["whole"] = floats(call.again(call.merged))
         raise Enough
 
 
@@ -399,23 +397,14 @@ class Call:
         self.arguments = [*map(keep, self.arguments)]
         self.options = {name: keep(value) for name, value in self.options.items()}
 
-    @staticmethod
-    def merged(batches):
-        """Return batches of tensors as a single batch."""
-        return [[torch.cat(parts) for parts in zip(*batches)]]
-
 
 def losses_of_parts(call):
-    """Return what shows whether the loss is a mean over the samples.
-
-    parts: loss and counts of 10 samples, of the first 3 and the other 7. repeated: of 4 samples,
-    and of these samples four times, for each 4 of the batch.
-    """
+    """Return loss and counts of 10 samples, of the first 3 and the other 7, in both modes."""
     whole = bool(tensors_of(call.batch))
     model = call.model
 
-    def loss_of(first, last, times=1):
-        return call.again(lambda value: some_rows(value, first, last, times, whole))
+    def loss_of(first, last):
+        return call.again(lambda value: some_rows(value, first, last, whole))
 
     of_parts = (0, 10), (0, 3), (3, 10)
     found = {"rounds": torch.is_autocast_enabled("cpu") or any(
@@ -424,12 +413,9 @@ def losses_of_parts(call):
         model.train(training)
         before, buffers = random_numbers(), digest([*model.buffers()])
         with torch.set_grad_enabled(training):
-            found[mode] = {
-                "parts": [floats_of_two(loss_of(*part)) for part in of_parts],
-                "repeated": [[floats_of_two(loss_of(first, first + 4, times)) for times in (1, 4)]
-                             for first in range(0, len(rows(call.batch)) - 3, 4)]}
-        found[mode]["draws"] = random_numbers() != before
-        found[mode]["changes"] = digest([*model.buffers()]) != buffers  # as BatchNorm does
+            parts = [floats_of_two(loss_of(*part)) for part in of_parts]
+        found[mode] = {"parts": parts, "draws": random_numbers() != before,
+                       "changes": digest([*model.buffers()]) != buffers}  # as BatchNorm does
     model.eval()
     found["difference"] = 0.0  # of the gradient of 10 samples from the mean of its parts'
     if not found["evaluation"]["draws"]:
