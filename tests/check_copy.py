@@ -62,7 +62,7 @@ class Servers:
                 port = free.getsockname()[1]
             for rank in range(job["size"]):
                 number = rank if job["size"] > 1 else job.get("server", 0)
-                order = {**common, "checkpoint": job["root"], "stop": 0, "args": {}, **job,
+                order = {"checkpoint": job["root"], "stop": 0, "args": {}, **common, **job,
                          "rank": rank, "port": port}
                 self.processes[number].stdin.write(json.dumps(order) + "\n")
                 waiting[number].append((job["name"], rank))
@@ -213,14 +213,15 @@ def train_copies(servers, folder, common):
     first = {**common, "wait": 900, "limit": 1800}
     seen, problems = servers.do([job("Preparation", "preparation", root="base")], **first)
     if not problems:
+        common["args"] = seen["preparation"][0].args
         seen, problems = servers.do([job("Training", "one"), job("Data", "data", server=1)],
-                                    **first)
+                                    **{**first, **common})
     for name in [*problems]:
         reason = ("it would change a file at an absolute path, in ~, or one that is linked"
                   if scratch.REFUSED in problems[name] else
                   "SyncBatchNorm needs GPUs: check with BatchNorm"
                   if "SyncBatchNorm" in problems[name] else
-                  f"one process does not train to the end on a CPU, with {TRAINING_SAMPLES} samples")
+                  f"one process does not train on a CPU to the end, of {TRAINING_SAMPLES} samples")
         skip("anything", f"{reason}:{problems[name]}")
         return {}, {}
     one = seen["one"][0]
@@ -240,7 +241,7 @@ def train_copies(servers, folder, common):
         jobs[3:3] = [job("Evaluation", "evaluation of two", 2)]
         jobs.append(job("Evaluation", "evaluation"))
     wait = WAIT + one.seconds
-    others, problems = servers.do(jobs, **common, wait=wait, limit=4 * wait, args=one.args)
+    others, problems = servers.do(jobs, **common, wait=wait, limit=4 * wait)
     return {**seen, **others}, problems
 
 

@@ -136,21 +136,21 @@ def check_leak(seen):
     if read_samples < samples or read_tests < tests:
         promise += f" ({read_tests} of {tests} and {read_samples} of {samples} are read)"
     if both and not leak:
-        notes.append(f"{counts}. If they are not equal by nature, divide the data before you repeat "
-                     "or transform samples")
+        notes.append(f"{counts}. If they are not equal by nature, divide the data before you "
+                     "repeat or transform samples")
     elif not leak and different * read_samples < 10 * samples and read_samples < samples:
         skip(promise, "these are too few to say it")
     else:
-        check(promise, not leak, f"{counts}. Draw both sets in one call, from one split, and repeat "
-              "samples after it")
+        check(promise, not leak, f"{counts}. Draw both sets in one call, from one split, and "
+              "repeat samples after it")
 
 
 def check_ends(seen, problems):
     """Say whether two processes train to the end, and what both of them write."""
     end = problems.get("two", "")
     waits = re.search("waits in|has ended|[Cc]onnection|SIGABRT", end)
-    errors = re.search(r"^ +(?!dist|torch)\w*(Error|SystemExit):(?!.*(onnection|[Tt]imed out))", end,
-                       re.M)
+    errors = re.search(r"^ +(?!dist|torch)\w*(Error|SystemExit):(?!.*(onnection|[Tt]imed out))",
+                       end, re.M)
     ends = check("two processes train to the end", "two" in seen, ("make the same calls of "
                  "torch.distributed on all ranks, in the same order. Move them out of `if rank == "
                  "0`, let all ranks end a loop together, and use all layers on all ranks (a layer "
@@ -282,8 +282,8 @@ def say_the_order(steps):
     for place in range(min(map(len, epochs[0] + epochs[1]), default=0)):
         orders = [[row[place] for row in epoch] for epoch in epochs]
         if orders[0] == orders[1] and len({*orders[0]}) > 2:
-            notes.append("both epochs have the same order of samples: call sampler.set_epoch(epoch) "
-                         "before each, or shuffle with a seed of the epoch")
+            notes.append("both epochs have the same order of samples: call "
+                         "sampler.set_epoch(epoch) before each, or shuffle by a seed of the epoch")
             return
 
 
@@ -357,7 +357,7 @@ def check_evaluation(seen, mean):
              if ranks[0].evaluations and ranks[0].evaluations[0]["results"]}
     if not {"one", "evaluation", "evaluation of two"} <= {*found}:
         if "one" not in found:
-            skip(promise, "no evaluate() is called in the first two epochs, or there are no samples")
+            skip(promise, "no evaluate() is called in two epochs, or there are no samples")
         return
     say_what_is_evaluated(seen, found["one"])
     evaluation = found["evaluation"]
@@ -404,9 +404,9 @@ def say_what_is_evaluated(seen, evaluation):
             notes.append(f"{counts[0]} samples are evaluated on {processes}, where the validation "
                          f"set has {wanted}")
     if "two" in seen and any(found["ddp"] for found in seen["two"][0].evaluations):
-        notes.append("evaluate() is called with the DDP model, which exchanges its buffers for each "
-                     "batch: with unequal numbers of batches, the ranks wait for each other. Call "
-                     "it with model")
+        notes.append("evaluate() is called with the DDP model, which exchanges its buffers for "
+                     "each batch: with unequal numbers of batches, the ranks wait for each other. "
+                     "Call it with model")
 
 
 # What is compared in each step after a resume, in this order, and the remedy

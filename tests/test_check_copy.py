@@ -136,7 +136,7 @@ SCALE = nn.Parameter(torch.ones(()))
         "a factor in the gradient": (f"{STEPS}: .*2 times as large", (
             'instead of "weight = len(batch[0])"', "weight = dist.get_world_size()")),
         "a best loss of a rank's share": (f"{SAME}: these differ: progress.best", (
-            EVALUATED, "progress['best'] = next(own_batches(args, val_set))[0].float().mean().item()"
+            EVALUATED, "progress['best'] = next(own_batches(args, val_set))[0].sum().item()"
         )),
         "nothing saved in the first epoch": (f"{RESUMES}: .*has saved nothing", (
             'instead of "if rank == 0 and args.checkpoint:"', """
@@ -279,7 +279,7 @@ def test_the_lines_in_which_ranks_wait_for_each_other_are_printed(check):
                (STEP, "if dist.get_rank() == 0:\n    dist.barrier()"))
     status, text = check("--fake-data")
     assert status == 1, f"a barrier of rank 0 alone: status {status}\n{text}"
-    assert re.search(r"rank 0 waits in\n.*\n +line \d+, train_epoch\(\): dist.barrier\(\)\n", text), (
+    assert re.search(r"rank 0 waits in\n.*\n +line \d+, train_epoch\(\): dist.barrier", text), (
         f"a barrier of rank 0 alone is not named:\n{text}")
     assert re.search(r"rank 1 waits in\n +line \d+, ", text), (
         f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
@@ -443,3 +443,519 @@ def test_what_is_no_copy_of_this_version_is_refused(argument, text, expected, re
         file.write(text)
     status, text = command(argument)
     assert status == expected and re.fullmatch(reason, text), f"{status}\n{text}"
+
+
+# ---- Edits that are right ----
+LSTM = """
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 12, batch_first=True)
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, x):
+        return self.out(self.lstm(x.unsqueeze(2))[0]).squeeze(2)
+
+
+def build_model(args):
+    return Waves()
+
+
+def load_data(args):
+    waves = torch.sin((torch.arange(60) + 80 * torch.rand(97, 1)) / 20)
+    return (waves[:70, :-1], waves[:70, 1:]), (waves[70:, :-1], waves[70:, 1:])
+
+
+def loss_and_counts(args, model, inputs, targets):
+    errors = (model(inputs) - targets).square().mean(1)
+    return errors.mean(), errors.detach().sum()
+
+
+def train_epoch(args, ddp_model, optimizer, scheduler, batches):
+    ddp_model.train()
+    sums = Sums()
+    for batch in batches:
+        def closure():
+            optimizer.zero_grad()
+            loss, counts = loss_and_counts(args, ddp_model, *batch)
+            weight = len(batch[0]) * dist.get_world_size() / args.global_batch
+            (weight * loss).backward()
+            results.append((loss.detach(), counts))
+            mean = loss.detach() * len(batch[0])
+            dist.all_reduce(mean)  # all ranks make the same steps
+            return mean / args.global_batch
+
+        results = []
+        optimizer.step(closure)
+        sums.add(*results[0], len(batch[0]))
+    return sums.results()
+"""
+VAE = """
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(784, 8)
+        self.decoder = nn.Linear(4, 784)
+
+    def forward(self, images):
+        mean, spread = self.encoder(images.flatten(1)).chunk(2, 1)
+        return self.decoder(mean + (spread / 2).exp() * torch.randn_like(mean)), mean, spread
+
+
+def build_model(args):
+    return VAE()
+
+
+def loss_and_counts(args, model, images, labels):
+    images = images / 255
+    output, mean, spread = model(images)
+    loss = F.binary_cross_entropy_with_logits(output, images.flatten(1), reduction="sum")
+    loss = loss - 0.5 * (1 + spread - mean.square() - spread.exp()).sum()
+    return loss / len(images), loss.detach()
+"""
+PAIRS = """
+import numpy
+
+
+class Pairs(Dataset):
+    def __init__(self, images, labels):
+        self.images = images
+        self.of_class = [(labels == number).nonzero().flatten().tolist() for number in range(10)]
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        same = numpy.random.rand() < 0.5
+        others = self.of_class[(index + (0 if same else random.randrange(1, 10))) % 10]
+        return self.images[index], self.images[random.choice(others)], float(same)
+
+
+class Twins(Small):
+    def forward(self, first, second):
+        return self.head((self.features(first) - self.features(second)).abs())[:, 0]
+
+
+def build_model(args):
+    return Twins()
+
+
+def load_data(args):
+    args.classes = ["different", "same"]
+    return [Pairs(*tensors) for tensors in fake_images(200, (3, 32, 32), random.randrange(1000))]
+
+
+def loss_and_counts(args, model, first, second, same):
+    logits = model(first, second)
+    loss = F.binary_cross_entropy_with_logits(logits, same.float())
+    return loss, ((logits > 0) == (same > 0.5)).sum()
+"""
+SCENES = """
+class Scenes(Dataset):
+    def __init__(self, count, seed):
+        self.file = None
+        self.count = count
+        self.seed = seed
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.file = self.file or open("rows", "rb")  # as an archive: a handle in each process
+        self.file.seek(index)
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.file.read(1)[0])
+        size = 24 + 8 * int(torch.randint(3, (), generator=generator))
+        boxes = torch.rand(index % 3 + 1, 4, generator=generator) * size
+        return torch.rand(3, size, size, generator=generator), {"boxes": boxes}
+
+
+class Detector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.box = nn.Linear(8, 4)
+
+    def forward(self, images, targets=None):
+        pooled = torch.stack([self.body(image[None])[0].mean((1, 2)) for image in images])
+        boxes = self.box(self.norm(pooled))
+        if not self.training:
+            return [{"boxes": box[None]} for box in boxes]
+        wanted = torch.stack([target["boxes"].mean(0) for target in targets])
+        return {"box": (boxes - wanted).abs().mean(), "size": boxes.square().mean()}
+
+
+def build_model(args):
+    return Detector()
+
+
+def load_data(args):
+    args.classes = ["background", "square"]
+    return Scenes(100, 1), Scenes(30, 2)
+
+
+def default_collate(samples):
+    return tuple(zip(*samples))
+
+
+def loss_and_counts(args, model, images, targets):
+    if model.training:
+        return sum(model(images, targets).values()), torch.zeros(())
+    errors = [(output["boxes"] - target["boxes"]).abs().mean()
+              for output, target in zip(model(images), targets)]
+    return torch.zeros(()), torch.stack(errors).sum()
+"""
+BERT = """
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.word_head = nn.Linear(16, 50)
+        self.next_head = nn.Linear(16, 2)
+
+    def forward(self, words):
+        hidden = self.layer(self.words(words))
+        return self.word_head(hidden), self.next_head(hidden[:, 0])
+
+
+def build_model(args):
+    return Heads()
+
+
+def load_data(args):
+    words, after = torch.randint(4, 50, (130, 12)), torch.randint(2, (130,))
+    return (words[:100], after[:100]), (words[100:], after[100:])
+
+
+def loss_and_counts(args, model, words, after):
+    hidden = torch.rand(words.shape) < 0.3 if model.training else words < 9
+    logits, next_logits = model(words.masked_fill(hidden, 3))
+    losses = F.cross_entropy(logits.transpose(1, 2), words, reduction="none") * hidden
+    loss = (losses.sum(1) / hidden.sum(1).clamp(1)).mean()
+    loss = loss + F.cross_entropy(next_logits, after)
+    return loss, (next_logits.argmax(1) == after).sum()
+"""
+GAN = """
+class Maker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 784))
+
+    def forward(self, noise):
+        return self.net(noise).sigmoid()
+
+
+def build_model(args):
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+def wrong(logits, wanted):
+    return F.binary_cross_entropy_with_logits(logits, wanted.expand_as(logits))
+
+
+def loss_and_counts(args, model, images, labels):
+    logits = model(images / 255)
+    return wrong(logits, torch.ones(1)), (logits > 0).sum()
+
+
+def train_epoch(args, ddp_model, optimizer, scheduler, batches):
+    sums = Sums()
+    model = getattr(ddp_model, "module", ddp_model)
+    for real, _ in batches:
+        noise = torch.randn(len(real), 8)
+        optimizer.zero_grad()
+        logits = ddp_model(torch.cat([real.flatten(1) / 255, args.maker(noise).detach()]))
+        loss = wrong(logits, (torch.arange(len(logits)) < len(real)).float()[:, None])
+        loss.backward()
+        optimizer.step()
+        args.maker_optimizer.zero_grad()
+        model.requires_grad_(False)
+        wrong(model(args.maker(noise)), torch.ones(1)).backward()
+        model.requires_grad_(True)
+        args.maker_optimizer.step()
+        sums.add(loss, (logits[:len(real)] > 0).sum(), len(real))
+    return sums.results()
+"""
+LOW_RANK = """
+class LowRank(nn.Linear):
+    def __init__(self):
+        super().__init__(10, 10)
+        self.weight.requires_grad = False
+        self.update = nn.Parameter(torch.zeros(10, 10))
+        self.merged = False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            self.weight.data += (-1 if mode else 1) * self.update.data
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, inputs):
+        return super().forward(inputs) + (0 if self.merged else inputs @ self.update.T)
+
+
+def center(module, inputs):
+    if module.training:
+        module.center.lerp_(inputs[0].detach().mean(0), 0.5)
+    return inputs[0] - module.center
+"""
+GATHERED = """
+import torch.distributed.nn
+
+
+def loss_and_counts(args, model, images, labels):
+    vectors = F.normalize(model(images), dim=1)
+    others, offset = vectors, 0
+    if model.training and dist.get_world_size() > 1:
+        others = torch.cat(torch.distributed.nn.all_gather(vectors))
+        offset = dist.get_rank() * len(vectors)
+    loss = F.cross_entropy(vectors @ others.T, offset + torch.arange(len(vectors)))
+    return loss, torch.zeros(())
+"""
+WORDS = """
+import torch
+
+
+class Words(torch.utils.data.Dataset):
+    def __init__(self, first, last):
+        self.numbers = range(first, last)
+        self.mean = torch.tensor(0.5)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(self.numbers[index])
+        return torch.randn(10, generator=generator), self.numbers[index] % 3
+
+
+def load_data(args, length):
+    return Words(0, 200), Words(200, 250), {"word": 1}, length
+"""
+HELPER = """
+from pathlib import Path
+
+import torch
+
+
+class Mapped(torch.utils.data.Dataset):
+    def __init__(self, items, function=None):
+        self.items, self.function = items, function
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.function(*self.items[index]) if self.function else self.items[index]
+
+    def map(self, function):
+        return Mapped(self.items, function)
+
+
+def write(text):
+    (Path(__file__).resolve().parent / "results.txt").write_text(text)
+"""
+MAIN_CALL = 'instead of "results.update(evaluate("'
+LOSS_CALL = 'instead of "loss, counts = loss_and_counts(args, ddp_model, *batch)"'
+RIGHT = {
+    "an LSTM with LBFGS": ("fashionmnist_ddp", above(LSTM), above("""
+def build_optimizer(args, model, steps):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=args.lr, max_iter=5)
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer)
+""")),
+    "a VAE, whose evaluation is seeded": (
+        "fashionmnist_ddp", above(VAE), ('before "results.update(evaluate("',
+                                         "torch.manual_seed(0)")),
+    "siamese pairs, by numpy with a seed for each sample": (
+        "cifar10_ddp", above(SMALL + PAIRS),
+        ('after "seed_all(*numbers)"', "numpy.random.seed(hash(tuple(numbers)) % 2**32)")),
+    "detection, with lists, dictionaries and a file": (
+        "cifar10_ddp", above(SCENES),
+        ('instead of "            yield [tensor.to(device, non_blocking=True)"', "yield batch"),
+        ('instead of "    for batch in loader:"', "yield from loader"),
+        ('before "return DataLoader(data, **options)"', """
+        if options["batch_size"]:
+            options["collate_fn"] = default_collate""")),
+    "a transformer with two heads": ("fashionmnist_ddp", above(BERT)),
+    "a GAN, both of whose models are exchanged": (
+        "fashionmnist_ddp", above(GAN), (SAVED, """
+        maker = Maker()
+        maker_optimizer = torch.optim.Adam(maker.parameters(), lr=2e-4)
+        saved.update(maker=maker, maker_optimizer=maker_optimizer)"""),
+        ('after "ddp_model = DDP(model"', """
+        args.maker = DDP(maker) if world_size > 1 else maker
+        args.maker_optimizer = maker_optimizer""")),
+    "a loss of pairs, gathered from all ranks (noted)":
+        ("fashionmnist_ddp", above(SMALL + GATHERED)),
+    "buffers, frozen layers, one that eval() merges, and an average that is evaluated": (
+        "cifar10_ddp", above(SMALL + LOW_RANK), model("""
+model.requires_grad_(False)
+model.body.register_buffer("center", torch.zeros(16))
+model.body.register_forward_pre_hook(center)
+model = nn.Sequential(model, nn.BatchNorm1d(10).eval(), LowRank(), nn.BatchNorm1d(10),
+                      nn.Dropout(), nn.Linear(10, 10))"""), (SAVED, """
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        saved["average"] = average"""),
+        ('after "            train_step("', "average.update_parameters(model)"),
+        (MAIN_CALL, "results.update(evaluate(args, average.module, "
+                    "on_device(val_loader, device)))")),
+    "four tensors, with dropout, and an evaluation in every tenth epoch": (
+        "fashionmnist_ddp", above(SMALL), model("model = nn.Sequential(model, nn.Dropout())"),
+        above("""
+def load_data(args):
+    (x, y), (val_x, val_y) = fake_images(400, (1, 28, 28), 0)
+    return x, y, val_x, val_y
+"""), ('instead of "train_set, val_set = load_data(args)"', """
+        x, y, *val_set = load_data(args)
+        train_set = x, y"""), (MAIN_CALL, """
+        if epoch % 10 == 9:
+            results.update(evaluate(args, model, own_batches(args, val_set)))""")),
+    "fewer samples than a batch, of a small table (noted)": ("fashionmnist_ddp", above("""
+def build_model(args):
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def load_data(args):
+    inputs = torch.arange(15)[:, None] // torch.tensor([1, 2, 4]) % 2
+    labels = (inputs.sum(1) > 1).long()
+    return (inputs[:11].float(), labels[:11]), (inputs[11:].float(), labels[11:])
+
+
+def loss_and_counts(args, model, inputs, labels, progress=1.0):
+    logits = model(inputs)
+    loss = F.cross_entropy(logits, labels, label_smoothing=0.1 * progress)
+    return loss, (logits.argmax(1) == labels).sum()
+"""), (LOSS_CALL, "loss, counts = loss_and_counts(args, ddp_model, *batch, progress=0.5)")),
+    "SAM, and data, a vocabulary and a number from a module": (
+        "synthetic_ddp", ('instead of "def load_data(args):"', "from words import load_data"),
+        ('instead of "train_set, val_set = load_data(args)"', """
+        train_set, val_set, vocabulary, length = load_data(args, 20)
+        assert (vocabulary, length) == ({"word": 1}, 20)"""),
+        ('instead of "    optimizer.step()"', """
+        model = getattr(ddp_model, "module", ddp_model)
+        with torch.no_grad():
+            moves = [0.01 * weight.grad.sign() for weight in model.parameters()]
+            for weight, move in zip(model.parameters(), moves):
+                weight.sub_(move)
+        optimizer.zero_grad()
+        loss_and_counts(args, ddp_model, *batch)[0].backward()
+        with torch.no_grad():
+            for weight, move in zip(model.parameters(), moves):
+                weight.add_(move)
+        optimizer.step()""")),
+    "batches that are dictionaries, as of Hugging Face": ("synthetic_ddp", above("""
+import collections
+
+
+class Batch(collections.UserDict):
+    def __len__(self):
+        return len(self["labels"])
+
+
+def loader_options(args):
+    def collate(samples):
+        inputs, labels = torch.utils.data.default_collate(samples)
+        return Batch(inputs=inputs, labels=labels)
+    return {"collate_fn": collate}
+
+
+def on_device(loader, device):
+    for batch in loader:
+        yield [batch]
+
+
+def loss_and_counts(args, model, batch):
+    logits = model(batch["inputs"])
+    return F.cross_entropy(logits, batch["labels"]), (logits.argmax(1) == batch["labels"]).sum()
+"""), ('instead of "options = {"num_workers"', "return {}")),
+    "a pair as one argument, and a number": ("fashionmnist_ddp", above(SMALL), above("""
+def loss_and_counts(args, model, pair, smoothing):
+    images, labels = pair
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    return loss, (logits.argmax(1) == labels).sum()
+"""), (LOSS_CALL, "loss, counts = loss_and_counts(args, ddp_model, batch, 0.1)"),
+        ('instead of "loss, counts = loss_and_counts(args, model, *batch)"',
+         "loss, counts = loss_and_counts(args, model, batch, 0.0)")),
+    "random samples of a data set, dropout and BatchNorm": ("synthetic_ddp", above("""
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        inputs, label = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(10), label
+
+
+def load_data(args):
+    inputs, labels = torch.randn(300, 10), torch.arange(300) % 3
+    return Noisy(inputs[100:], labels[100:]), TensorDataset(inputs[:100], labels[:100])
+
+
+def build_model(args):
+    return nn.Sequential(nn.Linear(10, 9), nn.BatchNorm1d(9), nn.Dropout(), nn.Linear(9, 3))
+""")),
+    "no validation samples": ("fashionmnist_ddp", above(SMALL + """
+def load_data(args):
+    (x, y), _ = fake_images(400, (1, 28, 28), 0)
+    return (x, y), (x[:0], y[:0])
+""")),
+    "as many validation images as classes, and blank images in both sets (noted)": (
+        "cifar10_ddp", above(SMALL + """
+def load_data(args):
+    args.classes = list("0123456789")
+    sets = [TensorDataset(*tensors) for tensors in fake_images(400, (3, 28, 28), 0)]
+    for data in sets:
+        data.tensors[0][:6] = 255
+        data.tensors[1][:6] = 0
+    return sets[0], Subset(sets[1], range(10))
+""")),
+    # What the check has once misjudged
+    "a small random_split, keywords, no default of --lr, and a helper that writes beside itself": (
+        "synthetic_ddp", above("""
+import helper
+
+
+def load_data(args):
+    inputs = torch.randn(60, 10)
+    data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    return torch.utils.data.random_split(data, [40, 20])
+"""), ('instead of "parser.add_argument("--lr""', 'parser.add_argument("--lr", type=float)'),
+        ('instead of "optimizer = torch.optim.Adam("',
+         "optimizer = torch.optim.Adam(model.parameters(), lr=args.lr or 0.01)"),
+        ('before "train_set, val_set = load_data(args)"', "args.lr = args.lr or 0.01"),
+        (MAIN_CALL, "results.update(evaluate(args, model=ddp_model, "
+                    "batches=on_device(val_loader, device)))\nhelper.write('epoch')"),
+        (LOSS_CALL, "loss, counts = loss_and_counts(args, model=ddp_model, inputs=batch[0], "
+                    "labels=batch[1])")),
+    "a data set's map(), a lock, a seed by time, threads, and the training set evaluated last": (
+        "synthetic_ddp", above("""
+import fcntl
+import helper
+
+
+def load_data(args):
+    items = [(row, int(row[0] > 0)) for row in torch.randn(500, 10)]
+    return helper.Mapped(items[:400]), helper.Mapped(items[400:])
+"""), ('instead of "parser.add_argument("--seed""', """
+        parser.add_argument("--seed", type=int, default=int(time.time() * 100) % 10000)"""),
+        ('after "train_set, val_set = load_data(args)"', """
+        train_set = train_set.map(lambda inputs, label: (2 * inputs, label))
+        val_set = val_set.map(lambda inputs, label: (2 * inputs, label))
+        torch.set_num_interop_threads(1)
+        with open("data.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)"""),
+        (EVALUATED, "on_training = evaluate(args, model, on_device(train_loader, device))")),
+}
+
+
+@slow
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_right_edit_is_no_false_alarm(check, kind):
+    script, *edits = RIGHT[kind]
+    write_copy(script, "my.py", *edits)
+    for name, text in (("rows", bytes(range(100))), ("words.py", WORDS.encode()),
+                       ("helper.py", HELPER.encode())):
+        with open(name, "wb") as file:
+            file.write(text)
+    status, text = check(*FLAGS.get(script, []))
+    assert status == 0, f"{kind}: nothing is wrong, but status {status}:\n{text}"
+    assert ("\nnote " in text) == kind.endswith("(noted)"), f"{kind}, and these notes:\n{text}"

@@ -159,7 +159,7 @@ class Training:
     def settings(self):
         """Return what the copy's parse_args() returns, for a short training.
 
-        The first job records it: a seed by time, or a name by date, is then that of all jobs.
+        The first job records its numbers: a seed by time is then that of all jobs.
         """
         args = self.module.parse_args()
         plain = {name: value for name, value in vars(args).items()
@@ -292,8 +292,9 @@ class Preparation(Training):
     """Lets the copy download its data, once for all jobs."""
 
     def run(self):
+        args = self.settings()
         if hasattr(self.module, "prepare_data"):
-            self.module.prepare_data(self.module.parse_args())
+            self.module.prepare_data(args)
 
 
 class Data(Training):
