@@ -72,9 +72,9 @@ def loss_and_counts(args, model, images, labels):
     return loss, counts
 """
 SAVED = 'before "progress = {"'
-RESUMED = 'after "resume(checkpoint, run, saved, progress)"'
+RESUMED = 'after "    resume(checkpoint, run, saved, progress)"'
 STEP = 'after "    optimizer.step()"'
-EVALUATED = 'after "results.update(evaluate("'
+EVALUATED = 'after "results.update(val_results)"'
 # The script's own comparison of the ranks' weights comes first
 NO_GUARD = ('instead of "        check_model(model)"', "pass")
 

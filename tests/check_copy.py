@@ -168,7 +168,7 @@ def compare(servers, folder, path, flags):
     mirror, common = make_mirror(folder, path, flags)
     seen, problems = train_copies(servers, folder, common)
     if seen:
-        print_promises(seen, problems, os.path.exists(f"{folder}/stopped.pt"))
+        print_promises(seen, problems)
     changed = mirror.changed()
     if changed:
         notes.append("these linked files have changed during the check, by a program, or by a "

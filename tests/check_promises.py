@@ -34,6 +34,7 @@ class Record:
     not_trained: list = dataclasses.field(default_factory=list)  # names of weights
     written: list = dataclasses.field(default_factory=list)  # files of torch.save()
     args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
+    found_file: bool = False  # that of --checkpoint, at the start
     stopped: bool = False  # by SIGTERM
     seconds: float = 0.0
 
@@ -82,7 +83,7 @@ def say_the_rest():
 
 
 # ---- The promises, in the order in which they are printed ----
-def print_promises(seen, problems, has_saved):
+def print_promises(seen, problems):
     if not check_data(seen):
         skip("the rest", "it would differ, too")
         return
@@ -94,7 +95,7 @@ def print_promises(seen, problems, has_saved):
     if "two" in seen:
         check_steps(seen, problems, in_training)
     check_evaluation(seen, in_evaluation)
-    check_resume(seen, problems, has_saved)
+    check_resume(seen, problems)
     names = seen["one"][0].not_trained
     if names:
         notes.append(f"these weights are in no optimizer: {some(names)}. If this is intended, set "
@@ -424,7 +425,7 @@ LATER = ("Put what must survive a stop into saved or progress, before resume() i
          "optimizers, averages, counters")
 
 
-def check_resume(seen, problems, has_saved):
+def check_resume(seen, problems):
     """Compare a run that is stopped in its second epoch, and resumed, with one that is not."""
     promise = "a stopped and resumed run ends with the same numbers"
     one = seen["one"][0]
@@ -437,14 +438,14 @@ def check_resume(seen, problems, has_saved):
         else:
             check(promise, False, "SIGTERM does not stop the run, although it is received")
         return
-    if not has_saved:
-        check(promise, False, "a run that is stopped in its second epoch has saved nothing. Save "
-              f"after each epoch{problems.get('stopped', '')}")
-        return
     if "resumed" not in seen:
         check(promise, False, f"the resumed run does not end{problems['resumed']}")
         return
     resumed = seen["resumed"][0]
+    if not resumed.found_file:
+        check(promise, False, "a run that is stopped in its second epoch has saved nothing. Save "
+              f"after each epoch{problems.get('stopped', '')}")
+        return
     if len(resumed.steps) >= len(one.steps):
         check(promise, False, f"the resumed run makes all {len(one.steps)} steps again. Load the "
               "file of --checkpoint by resume(), count in progress, and let errors end the run")

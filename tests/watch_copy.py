@@ -169,6 +169,7 @@ class Training:
                     "checkpoint": f"{self.order.folder}/{self.order.checkpoint}.pt"}
         if isinstance(settings.get("lr"), float):
             settings["lr"] *= 1e-3  # small steps: rounding does not grow, nothing diverges
+        self.record.found_file = os.path.exists(settings["checkpoint"])
         vars(args).update({name: settings[name] for name in vars(args) if name in settings})
         return args
 
