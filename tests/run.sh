@@ -38,10 +38,7 @@ quick=(
     tests/test_gpu.py
     tests/test_kubernetes.py
     --deselect=tests/test_kubernetes.py::test_story
-    tests/test_slurm.py::test_files_differ_only_in_name_script_and_launch
-    tests/test_slurm.py::test_set_up_of_other_files_is_the_same
-    tests/test_slurm.py::test_torchrun_waits_for_a_save_and_ends_before_the_time_limit
-    tests/test_slurm.py::test_a_node_without_the_python_of_the_environment_ends_the_job
+    tests/test_sbatch_files.py
     tests/test_check_copy.py::test_a_script_as_it_is_passes
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-no stop]'
     'tests/test_check_copy.py::test_a_wrong_edit_is_noticed[fashionmnist_ddp-model.module]'

@@ -95,8 +95,8 @@ def test_lines_have_at_most_100_characters():
 def test_shell_files(path):
     """Without shellcheck (a Debian package), only the syntax is tested."""
     assert "\nset -euo pipefail\n" in path.read_text(), f"{name_of(path)}: no set -euo pipefail"
-    command = ["shellcheck", path] if shutil.which("shellcheck") else ["bash", "-n", path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = ["shellcheck", "-x", path] if shutil.which("shellcheck") else ["bash", "-n", path]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, f"{command[0]} {name_of(path)}:\n{result.stdout}{result.stderr}"
 
 
