@@ -25,7 +25,7 @@ LAUNCHER_VARIABLES = re.compile(
     r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP|OMPI|PMI|PMIX)_|RANK$|WORLD_SIZE$")
 SRUN = """
 for ((rank = 0; rank < SLURM_STEP_NUM_TASKS; rank++)); do
-    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$SLURM_STEP_NUM_TASKS "$@" &
     pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid" || exit; done
@@ -140,7 +140,7 @@ def start(script, *flags, launcher="python", nproc=1, cwd=None, env=None):
     """Start a script (a name of SCRIPTS, or a path). Return the Job, for a `with` statement.
 
     launcher: "python", "spawn" (python with --nproc), "torchrun" or "srun" (nproc processes
-    with the variables of a Slurm step).
+    with the variables of a Slurm step, and those that an sbatch file sets for each task).
     """
     command = [sys.executable, script_path(script)]
     env = clean_environment(**(env or {}))
@@ -153,7 +153,7 @@ def start(script, *flags, launcher="python", nproc=1, cwd=None, env=None):
     elif launcher == "srun":
         command[:0] = ["bash", "-c", SRUN, "srun"]
         env.update(SLURM_JOB_ID="4711", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(nproc),
-                   SLURM_STEP_NODELIST="localhost", MASTER_PORT=str(port))
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return Job([*command, *flags], env, cwd)
 
 
