@@ -38,8 +38,8 @@ BLOCKS = {
         ("table", ""),
         ("split", 'instead of "return Subset(data, range(split"'),
         ("use", None),
-        ("start from", 'before "return {model}"'),
-        ("class weights", 'before "fake_images(args.fake_data"'),
+        ("start from", ""),
+        ("class weights", 'before "fake_images(args.fake_data, "'),
         ("class weights", 'instead of "loss = F.cross_entropy("'),
         ("F1", 'instead of "return loss, (logits"'),
         ("F1", ""),
@@ -75,7 +75,7 @@ PLACES = {
                     "end": 'if score > progress["best_score"]'},
 }
 FLAGS = {  # for short runs with a small model
-    "synthetic_ddp": ("--samples", 96, "--global-batch", 16, "--workers", 0),
+    "synthetic_ddp": ("--samples", 160, "--global-batch", 16, "--workers", 0),
     "fashionmnist_ddp": ("--fake-data", 96, "--global-batch", 16),
     "cifar10_ddp": ("--fake-data", 96, "--global-batch", 16, "--workers", 0),
 }
@@ -105,6 +105,12 @@ def run_code(code):
                              env=clean_environment(PYTHONPATH=f"{ROOT}:."))
     assert process.returncode == 0, f"the page's code fails:\n{process.stderr}"
     return process.stdout
+
+
+def small(module, rank):
+    """A setup for train_forked(): a small model, without random crops and flips."""
+    use_small_model(module, rank)
+    module.augment = module.shift_and_flip = lambda images: images.float()
 
 
 def results(text):
@@ -313,7 +319,7 @@ def test_class_weights_train_alike(script):
     """With losses of images of rare classes weighted more: a mean of ten weights is 1."""
     weights, loss = edits(MAKE_IT_YOURS, script, "class weights")
     make_copy(script, "my.py", (weights[0], LABELS), weights, loss)
-    assert_trains_alike("my.py", *FLAGS[script], setup=use_small_model)
+    assert_trains_alike("my.py", *FLAGS[script], setup=small)
     values = load_checkpoint("two.pt")["run"]["class_weights"]
     assert sum(map(float, values.strip("[]").split(","))) == pytest.approx(10, rel=0.1), values
 
@@ -326,7 +332,7 @@ def test_a_language_model_trains_alike_and_learns():
     small = code.replace("dropout=0.1", "dropout=0.0").replace("layers=4", "layers=1")
     make_copy("synthetic_ddp", "my.py", (place, small))
     printed = assert_trains_alike("my.py", "--global-batch", 8, "--workers", 0, "--lr", 0.01)
-    assert printed[-1]["val_accuracy"] > 0.8, f"the model does not learn its text: {printed}"
+    assert printed[-1]["val_accuracy"] > 0.7, f"the model does not learn its text: {printed}"
 
 
 def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
@@ -357,8 +363,7 @@ def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
 @all_scripts
 def test_f1_is_the_mean_over_the_classes(script):
     make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "F1"))
-    setup = use_small_model if script != "synthetic_ddp" else lambda *_: None
-    printed = assert_trains_alike("my.py", *FLAGS[script], setup=setup, resumes=False)
+    printed = assert_trains_alike("my.py", *FLAGS[script], setup=small, resumes=False)
     module = load_script("my.py")
     counts = torch.tensor([[4.0, 6.0, 0.0], [5.0, 5.0, 0.0], [3.0, 4.0, 0.0]])
     expected = (2 * 3 / 9 + 2 * 4 / 11) / 2  # of the two classes that occur
@@ -374,12 +379,11 @@ def test_blocks_of_the_loop_train_alike_together(script, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "clip", "average", "early stop",
                                       "compile", "F1", "profile"))
-    setup = use_small_model if script != "synthetic_ddp" else lambda *_: None
-    assert_trains_alike("my.py", *FLAGS[script], setup=setup)
+    assert_trains_alike("my.py", *FLAGS[script], setup=small)
     saved = load_checkpoint("two.pt")
     assert list(saved["model"]) == [name.removeprefix("module.") for name in saved["ema"]
                                     if name != "n_averaged"], "compiled, the model has other names"
-    steps = len(results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, setup=setup).text))
+    steps = len(results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, setup=small).text))
     assert steps == 3 and Path("trace.json").stat().st_size > 1000, "there is no trace of a profile"
 
 
@@ -387,8 +391,7 @@ def test_blocks_of_the_loop_train_alike_together(script, monkeypatch):
 def test_gradients_are_clipped(script):
     def setup(module, rank):
         norms = []
-        if script != "synthetic_ddp":
-            use_small_model(module)
+        use_small_model(module)
         register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(torch.cat(
             [weight.grad.flatten() for group in optimizer.param_groups
              for weight in group["params"]]).norm().item()))
@@ -404,8 +407,7 @@ def test_gradients_are_clipped(script):
 @all_scripts
 def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
     def setup(module, rank):
-        if script != "synthetic_ddp":
-            use_small_model(module)
+        use_small_model(module)
         scores = iter([0.5, 0.9, 0.7, 0.8, 0.9, 0.6, 0.9, 1.0, 1.0])  # the second epoch is the best
         module.evaluate = lambda *_: {"val_accuracy": next(scores)}
 
@@ -419,9 +421,8 @@ def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
 def test_tensorboard_gets_the_results(script):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "TensorBoard"))
-    setup = use_small_model if script != "synthetic_ddp" else lambda *_: None
     printed = results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, nproc=2,
-                                   setup=setup).text)
+                                   setup=small).text)
     events = reader.EventAccumulator("runs/my").Reload()
     found = [event.value for event in events.Scalars("val_loss")]
     expected = [line["val_loss"] for line in printed]
