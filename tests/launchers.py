@@ -51,6 +51,19 @@ def clean_environment(**extra):
     return env
 
 
+def read(path):
+    """Return the bytes of a file of /proc, none if the process has ended."""
+    with contextlib.suppress(OSError):
+        return Path(path).read_bytes()
+    return b""
+
+
+def parent_of(pid):
+    """Return the parent of a process, 0 if it has ended."""
+    fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
 class Result(NamedTuple):
     status: int  # of the launcher
     text: str  # stdout and stderr of all processes
@@ -80,13 +93,14 @@ class Job:
         return found
 
     def workers(self):
-        """Return the living processes of the script that the launcher has started."""
-        found = []
-        for pid in set(self.pids()) - {self.launcher.pid}:
-            with contextlib.suppress(OSError):  # it has ended
-                if re.search(rb"spawn_main|\.py\0", Path(f"/proc/{pid}/cmdline").read_bytes()):
-                    found.append(pid)
-        return found
+        """Return the training processes that the launcher has started: none under python."""
+        return [pid for pid in self.pids() if parent_of(pid) == self.launcher.pid
+                and re.search(rb"spawn_main|\.py\0", read(f"/proc/{pid}/cmdline"))]
+
+    def loaders(self):
+        """Return the loader processes of all training processes."""
+        training = self.workers() or [self.launcher.pid]
+        return [pid for pid in self.pids() if parent_of(pid) in training]
 
     def send(self, signum):
         """Send a signal to the launcher."""

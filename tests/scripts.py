@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Script(NamedTuple):
     """What the tests know about a script."""
     learn: tuple  # flags with which it learns in one epoch, on the CPU, within a few seconds
-    learned: tuple[str, float]  # a name in the log, and what that epoch reaches at least (loss: most)
+    learned: tuple[str, float]  # a name in the log, and what it is at least (a loss: at most) then
     header: str  # what the first line then begins with; {nproc}: processes
     starts: tuple[tuple[str, int], ...]  # how the smoke test starts it: launcher, processes
     saves: str = "epoch"  # what it resumes after: an "epoch", any "step", or "" (it does not save)
@@ -20,7 +20,6 @@ class Script(NamedTuple):
     several_processes: bool = True
     any_number: bool = True  # of processes. False: the number must divide --global-batch
     data_flag: str = "--fake-data"  # takes the number of generated training samples
-    small: tuple = ()  # flags for a model that trains fast
     no_children: tuple = ()  # flags with which it starts no loader processes
 
 
@@ -48,7 +47,6 @@ SCRIPTS = {
         header="world size {nproc} on cpu | resnet18 | global batch 12 ",
         starts=(("torchrun", 2),),
         saves="step",
-        small=("--model", "shufflenet_v2_x0_5", "--image-size", 32),
         no_children=("--workers", 0),
     ),
     "fashionmnist_ddp": Script(

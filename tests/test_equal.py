@@ -126,7 +126,8 @@ def test_parts_and_their_random_numbers_are_equal_on_one_and_two_processes(scrip
     on_1, on_2 = ([sorted((seed, numbers_of([batch])) for rank in record(script, nproc)[0]
                           for batch, seed in zip(rank.steps[step], rank.seeds[step]))
                    for step in range(4)] for nproc in (1, 2))
-    assert on_1 == on_2, f"{script}: parts of step 1 are\n{on_1[0]} on one process\n{on_2[0]} on two"
+    assert on_1 == on_2, (
+        f"{script}: parts of step 1 are\n{on_1[0]} on one process\n{on_2[0]} on two")
     sizes = [len(numbers) for _, numbers in on_1[0]]
     assert max(sizes) <= 4, f"--batch-size 4: a process computes {sizes} images at once"
 
