@@ -17,10 +17,10 @@ import torch
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
 from forked import kill_after, train_and_kill, train_to_end
-from image_folder import write_images
+from image_folder import TINY, write_images
 from launchers import clean_environment
 from recorder import use_small_model
-from scripts import BEST_SCRIPTS, ROOT, SCRIPTS, load_script
+from scripts import BEST_SCRIPTS, ROOT, load_script
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 pytestmark = pytest.mark.slow
@@ -231,20 +231,19 @@ def test_a_part_of_the_training_data_validates():
 
 @all_scripts
 def test_a_run_starts_from_the_best_weights_of_another(script):
-    train_to_end(script, *FLAGS[script], "--epochs", 1, "--checkpoint", "my.pt",
-                 *SCRIPTS[script].small)
-    place = {"synthetic_ddp": "return nn.Sequential(nn.Linear(10, 5)",
-             "fashionmnist_ddp": "return CNN().to(",
-             "cifar10_ddp": "return model.to(memory_format"}[script]
-    ((_, code),) = edits(MAKE_IT_YOURS, "cifar10_ddp", "start from")
-    before = load_script(script)
-    make_copy(script, "my.py", (f'instead of "{place}"', {
-        "synthetic_ddp": "model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))\n",
-        "fashionmnist_ddp": "model = CNN()\n", "cifar10_ddp": ""}[script] + code + "return model"))
-    args = before.parse_args([str(flag) for flag in SCRIPTS[script].small])
+    model, place, definition = {
+        "synthetic_ddp": ((), "return nn.Sequential(nn.Linear(10, 5)",
+                          "model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))\n"),
+        "fashionmnist_ddp": ((), "return CNN().to(", "model = CNN()\n"),
+        "cifar10_ddp": (TINY, "return model.to(memory_format", ""),
+    }[script]
+    train_to_end(script, *FLAGS[script], *model, "--epochs", 1, "--checkpoint", "my.pt")
+    ((_, code),) = edits(MAKE_IT_YOURS, script, "start from")
+    make_copy(script, "my.py", (f'instead of "{place}"', f"{definition}{code}return model"))
+    module = load_script("my.py")
+    args = module.parse_args([str(flag) for flag in model])
     args.classes = list("0123456789")
-    found = load_script("my.py").build_model(args).state_dict()
-    assert_equal(dict(found), torch.load("my.pt.best"), "the model")
+    assert_equal(dict(module.build_model(args).state_dict()), torch.load("my.pt.best"), "the model")
 
 
 # ---- make-it-yours: loss and metrics ----
