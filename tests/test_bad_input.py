@@ -5,15 +5,14 @@ Any other ends in the error of what refused it. No mistake hangs, and none is a 
 
 import ast
 import os
-import sys
 
 import pytest
 import torch
 from checkpoints import load_checkpoint
 from copies import make_copy
-from forked import kill_after, train_and_kill, train_forked, watch
+from forked import train_forked, watch
 from launchers import run
-from recorder import use_small_model
+from recorder import change_sets, use_small_model
 from scripts import DDP_SCRIPTS, SCRIPTS, load_script, script_path
 
 HAS_DATA_SET = {"mnist_dp": "MNIST", "fashionmnist_ddp": "fashion", "cifar10_ddp": "cifar"}
@@ -132,6 +131,23 @@ def test_without_a_network_it_ends_with_an_error(script, tmp_path):
     assert HAS_DATA_SET[script].lower() in text.lower(), f"{script}: no word on the data\n{text}"
 
 
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_other_numbers_of_samples_on_two_ranks_are_an_error_line(script):
+    """As of a file that is missing on one machine: the ranks would make other steps."""
+    def setup(module, rank):
+        def drop_one(data, train_set):
+            if isinstance(data, (tuple, list)):
+                return [tensor[:-1] for tensor in data]
+            return torch.utils.data.Subset(data, range(len(data) - 1))
+
+        if rank == 1:
+            change_sets(module, drop_one)
+        use_small_model(module)
+
+    end = train_forked(script, *flags_of(script), nproc=2, setup=setup)
+    assert_error(end, "different data", f"{script}: rank 1 has a sample less than rank 0")
+
+
 # ---- weights ----
 @pytest.mark.parametrize("change, words", [
     (lambda weights, rank: weights.mul_(1 + 1e-4 * rank), "weights differ by rank"),
@@ -185,28 +201,3 @@ def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
     end = train_forked(script, *flags_of(script), setup=setup)
     assert end.statuses == [0], (
         f"{script} refuses a model with a mask and frozen bytes: {end.statuses}\n{end.text}")
-
-
-# ---- what is printed ----
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_lines_are_printed_at_once(script, tmp_path):
-    """To a file, as in Slurm: what a process that is killed has not written there is lost."""
-    def setup(module, rank):
-        use_small_model(module)
-        sys.stdout = open(tmp_path / "log", "w")
-        kill_after(5)
-
-    size = "--batch-size" if script == "mnist_dp" else "--global-batch"
-    train_and_kill(script, SCRIPTS[script].data_flag, 32, size, 8, "--epochs", 2,
-                   *SCRIPTS[script].no_children, setup=setup)
-    lines = (tmp_path / "log").read_text()
-    assert "epoch 1/2  loss " in lines, f"{script}, killed in its second epoch, has written {lines}"
-
-
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_it_says_that_nothing_is_saved_without_a_checkpoint(script, tmp_path):
-    texts = [train_forked(script, *flags_of(script, *more), setup=use_small_model).text
-             for more in ([], ["--checkpoint", tmp_path / "run.pt"])]
-    found = ["nothing is saved" in text for text in texts]
-    assert found == [True, False], (
-        f"{script}: without and with --checkpoint it says that nothing is saved: {found}")

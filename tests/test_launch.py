@@ -42,7 +42,8 @@ def test_a_step_of_several_tasks_without_ranks_is_an_error_line(script, tmp_path
         os.environ.update(STEP)
 
     path = tmp_path / "run.pt"
-    (status,) = train_forked(script, *flags_of(script, "--checkpoint", path), setup=setup).statuses
+    flags = flags_of(script, "--checkpoint", path, *["--nproc", 2] * (script in SPAWNING))
+    (status,) = train_forked(script, *flags, setup=setup).statuses
     assert "error: " in str(status) and "RANK" in status, (
         f"srun -n 4 python train.py of {script} must be an error line, not {status!r}")
     assert not path.exists(), f"{script} has trained in one of 4 tasks without RANK"

@@ -41,7 +41,8 @@ def copy_sbatch(root):
 
 STEPS = {  # by what the message names if the step is left out
     "kmnist_ddp/train.py": copy_script,
-    "SCRIPTS": lambda root: edit(root / "tests/scripts.py", "SCRIPTS = {\n", "SCRIPTS = {\n" + ROW),
+    "SCRIPTS": lambda root: edit(root / "tests/scripts.py", "SCRIPTS = {\n",
+                                 "SCRIPTS = {\n" + ROW),
     "slurm/*.sbatch": copy_sbatch,
     ".dockerignore": lambda root: edit(root / ".dockerignore", "!cpu_ddp/train.py\n",
                                        "!cpu_ddp/train.py\n!kmnist_ddp/train.py\n"),
@@ -54,8 +55,8 @@ STEPS = {  # by what the message names if the step is left out
 @pytest.fixture
 def clone(tmp_path):
     """A repository with the tracked files as they are here."""
-    command = ("git -c safe.directory='*' ls-files -z | xargs -0 cp --parents -t \"$0\" && cd \"$0\""
-               " && git init --quiet")
+    command = """git -c safe.directory='*' ls-files -z | xargs -0 cp --parents -t "$0"
+cd "$0" && git init --quiet"""
     subprocess.run(["bash", "-c", command, tmp_path], cwd=ROOT, check=True, timeout=60)
     return tmp_path
 
@@ -72,9 +73,9 @@ def run_tests(clone, *arguments):
 def test_a_script_is_added_by_the_recipe(clone):
     for step in STEPS.values():
         step(clone)
-    done = run_tests(clone, "tests/test_repository.py", "tests/test_smoke.py", "tests/test_equal.py",
-                     "tests/test_resume.py", "tests/test_launch.py", "tests/test_bad_input.py",
-                     "-m", "not slow and not slurm", "-k", "kmnist_ddp or test_repository")
+    done = run_tests(clone, "tests/test_repository.py", "tests/test_smoke.py",
+                     "tests/test_equal.py", "tests/test_resume.py", "tests/test_launch.py",
+                     "tests/test_bad_input.py", "-m", "not slow and not slurm", "-k", "kmnist_ddp or test_repository")
     assert done.returncode == 0, f"the tests of a sixth script fail:\n{done.stdout[-6000:]}"
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
     assert passed > 60, f"only {passed} tests run for a sixth script:\n{done.stdout}"
