@@ -41,12 +41,12 @@ WAIT = 60  # seconds: a process that computes nothing for longer waits for anoth
 class Servers:
     """Two interpreters that train copies (watch_copy.py): as on two machines, of a rank each."""
 
-    def __init__(self):
+    def __init__(self, folder):
         others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
                   "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
         env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled",
-                   PYTHONDONTWRITEBYTECODE="1",
+                   PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(folder),
                    TORCH_DISTRIBUTED_DEBUG="INFO")  # names the parameters that have no gradient
         command = [sys.executable, os.path.join(os.path.dirname(os.path.realpath(__file__)),
                                                 "watch_copy.py")]
@@ -64,14 +64,13 @@ class Servers:
                 number = rank if job["size"] > 1 else job.get("server", 0)
                 order = {"checkpoint": job["root"], "stop": 0, "args": {}, **common, **job,
                          "rank": rank, "port": port}
-                self.processes[number].stdin.write(json.dumps(order) + "\n")
                 waiting[number].append((job["name"], rank))
-            for process in self.processes:
-                process.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # its error is printed
+                    print(json.dumps(order), file=self.processes[number].stdin, flush=True)
         statuses = {}
         for process, names in zip(self.processes, waiting):
             for name in names:
-                statuses[name] = json.loads(process.stdout.readline() or "-9")
+                statuses[name] = json.loads(process.stdout.readline() or '"lost"')
         return read_records(jobs, statuses, common["folder"], common["path"])
 
     def end(self):
@@ -98,14 +97,14 @@ def read_records(jobs, statuses, folder, path):
 def how_it_ended(path, status, log):
     """Return how a process has ended, and in which lines of the copy."""
     text = pathlib.Path(log).read_text(errors="replace") if os.path.exists(log) else ""
-    if status == 0:
-        return "has ended"
+    ends = {0: "has ended", "limit": "takes too long",
+            "lost": "has not begun: see the error above, or the memory"}
+    if status in ends:
+        return ends[status]
     waits = "Timeout (" in text  # faulthandler's word
     stack = text.rpartition("(most recent call")[2]
     if "\nOriginal Traceback" in text:  # of a loader process, behind that of this process
         stack = re.split("^Traceback", text, flags=re.MULTILINE)[-1]
-    if status == "limit":
-        return "takes too long"
     if status < 0 and not waits:
         name = signal.Signals(-status).name
         return f"was killed by {name}" + (": is there too little memory?" if name == "SIGKILL"
@@ -138,7 +137,7 @@ def main():
     try:
         with contextlib.ExitStack() as ends:
             folder = ends.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            servers = Servers()
+            servers = Servers(folder)
             ends.callback(servers.end)
             return compare(servers, os.path.realpath(folder), path, sys.argv[2:])
     except KeyboardInterrupt:

@@ -56,17 +56,17 @@ def serve():
 def wait_for(pid, seconds):
     """Return the status of a process, which may take so many seconds. End what it has started."""
     end, parent = time.monotonic() + seconds, os.getppid()
+    ended = 0
     try:
-        while time.monotonic() < end and os.getppid() == parent:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
+        while not ended and time.monotonic() < end and os.getppid() == parent:
             time.sleep(0.02)
-        return "limit"
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else "limit"
     finally:
-        for kill in (os.killpg, os.kill):  # the group: its loader processes
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(pid, signal.SIGKILL)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # its loader processes
 
 
 def work(order):
@@ -130,7 +130,7 @@ class Training:
         functions = vars(self.module)
         self.loss = functions.get("loss_of") or functions.get("loss_and_counts")
         self.evaluate = functions.get("evaluate")
-        self.saved, self.progress, self.optimizers, self.models = {}, {}, [], []
+        self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
         self.evaluating = False
         for name, see in (("load_data", self.see_data), ("loss_of", self.see_loss),
@@ -196,7 +196,6 @@ class Training:
             if random_numbers() != before:
                 evaluation["draws"].append(digest(before))
         elif torch.is_grad_enabled() and call.model is not None:
-            self.models.append(call.model)
             modes = [part.training for part in call.model.modules()]
             self.calls.append((floats_of_two(result), digest(call.batch), rows(call.batch),
                                digest(modes)))
@@ -260,11 +259,6 @@ class Training:
                   if hasattr(item, "state_dict")
                   and not isinstance(item, (torch.nn.Module, torch.optim.Optimizer))}
         record.others = numbers({**states, "progress": dict(self.progress)})
-        stepped = {id(weight) for optimizer in self.optimizers for group in optimizer.param_groups
-                   for weight in group["params"]}
-        record.not_trained = [
-            name for model in self.models[-1:] for name, weight in model.named_parameters()
-            if weight.requires_grad and id(weight) not in stepped]
         if getattr(args, "checkpoint", None) and os.path.exists(args.checkpoint):
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=False)
             record.saved = numbers(saved)
@@ -274,9 +268,9 @@ class Training:
         found = {f"{item_name}.{name}": weight for item_name, item in self.saved.items()
                  if isinstance(item, torch.nn.Module) for name, weight in item.named_parameters()}
         known = {id(weight) for weight in found.values()}
-        for optimizer in self.optimizers:
+        for place, optimizer in enumerate(self.optimizers, 1):
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            found.update({f"weight {number} (of no model in saved)": weight
+            found.update({f"weight {number} of optimizer {place} (of no model in saved)": weight
                           for number, weight in enumerate(weights) if id(weight) not in known})
         return found
 
