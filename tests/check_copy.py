@@ -32,8 +32,9 @@ import sys
 import tempfile
 
 import scratch
-from check_promises import (TRAINING_SAMPLES, VAL_SAMPLES, Record, notes, print_promises, said,
-                            say_the_rest, skip, some)
+from check_promises import (TRAINING_SAMPLES, VAL_SAMPLES, Record, check_data, check_ends,
+                            check_evaluation, check_leak, check_loss, check_ranks, check_resume,
+                            check_steps, notes, said, say_the_rest, skip, some)
 
 WAIT = 60  # seconds: a process that computes nothing for longer waits for another
 
@@ -242,6 +243,27 @@ def train_copies(servers, folder, common):
     wait = WAIT + one.seconds
     others, problems = servers.do(jobs, **common, wait=wait, limit=4 * wait)
     return {**seen, **others}, problems
+
+
+def print_promises(seen, problems):
+    """Print which promises hold, and what else ended with an error."""
+    if not check_data(seen):
+        skip("the rest", "it would differ, too")
+        return
+    check_leak(seen)
+    check_ends(seen, problems)
+    if "two" in seen:
+        check_ranks(seen)
+    in_evaluation, in_training = check_loss(seen, problems)
+    if "two" in seen:
+        check_steps(seen, in_training)
+    check_evaluation(seen, in_evaluation)
+    check_resume(seen, problems)
+    broken = [name for name in ("data of two", "evaluation", "evaluation of two")
+              if name in problems and "two" in seen]
+    if broken:
+        skip("the rest", f"{broken[0]} ends with an error:{problems[broken[0]]}")
+        problems["broken"] = True
 
 
 if __name__ == "__main__":

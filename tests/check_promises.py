@@ -82,26 +82,6 @@ def say_the_rest():
 
 
 # ---- The promises, in the order in which they are printed ----
-def print_promises(seen, problems):
-    if not check_data(seen):
-        skip("the rest", "it would differ, too")
-        return
-    check_leak(seen)
-    check_ends(seen, problems)
-    if "two" in seen:
-        check_ranks(seen)
-    in_evaluation, in_training = check_loss(seen, problems)
-    if "two" in seen:
-        check_steps(seen, in_training)
-    check_evaluation(seen, in_evaluation)
-    check_resume(seen, problems)
-    broken = [name for name in ("data of two", "evaluation", "evaluation of two")
-              if name in problems and "two" in seen]
-    if broken:
-        skip("the rest", f"{broken[0]} ends with an error:{problems[broken[0]]}")
-        problems["broken"] = True
-
-
 SAMPLES = ("Use random numbers of torch or random in transforms, and numpy with a seed for each "
            "sample. Change no sample in place: clone() it")
 
@@ -203,8 +183,8 @@ def check_loss(seen, problems):
     elif all(means):
         check(promise, True, "")
     else:
-        ten, three, seven = (values[0] for values in modes[not means[1]]["parts"])
-        where = "" if means[1] else "training "
+        ten, three, seven = (values[0] for values in modes[means[0]]["parts"])
+        where = "training " if means[0] else ""
         notes.append(f"the {where}loss of 10 samples is {ten:.4g}, and the mean of the losses of 3 "
                      f"and 7 of them is {(3 * three + 7 * seven) / 10:.4g} (their gradients differ "
                      f"by {found['difference']:.1g}). So it depends on how a batch is divided "

@@ -13,6 +13,7 @@ import time
 
 import check_copy
 import pytest
+import scratch
 from check_cases import (EVALUATED, FLAGS, NO_GUARD, RESUMED, ROOT, SAVED, SMALL, STEP, above,
                          in_loss, model, write_copy)
 
@@ -276,7 +277,7 @@ def test_the_lines_in_which_ranks_wait_for_each_other_are_printed(check):
                (STEP, "if dist.get_rank() == 0:\n    dist.barrier()"))
     status, text = check("--fake-data")
     assert status == 1, f"a barrier of rank 0 alone: status {status}\n{text}"
-    assert re.search(r"rank 0 waits in\n.*\n +line \d+, train_epoch\(\): dist.barrier", text), (
+    assert re.search(r"rank 0 waits in\n +line \d+, train_epoch\(\): dist.barrier", text), (
         f"a barrier of rank 0 alone is not named:\n{text}")
     assert re.search(r"rank 1 waits in\n +line \d+, ", text), (
         f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
@@ -356,6 +357,30 @@ def digests(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "folder")
     return lambda: {str(path.relative_to(tmp_path)): hashlib.sha256(path.read_bytes()).hexdigest()
                     for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_mirror_has_real_folders_copies_of_small_files_and_links(tmp_path):
+    user = tmp_path / "user"
+    for folder in ("runs", ".git", "many", "other"):
+        (user / folder).mkdir(parents=True)
+    (user / "small").write_text("small")
+    (user / "runs/log").write_text("log")
+    (user / "large").write_bytes((scratch.SMALL + 1) * b"x")
+    for number in range(scratch.MANY + 1):
+        (user / f"many/{number}").touch()
+    (user / "runs/loop").symlink_to(user)
+    (user / "data").symlink_to(user / "other")
+    mirror = scratch.Mirror(str(tmp_path / "mirror"))
+    mirror.add(str(user))
+    scratch.clone(str(tmp_path / "mirror"), str(tmp_path / "clone"))
+    for root in ("mirror", "clone"):
+        place = tmp_path / root / str(user)[1:]
+        links = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_symlink()}
+        many = {f"many/{number}" for number in range(scratch.MANY + 1)}
+        assert links == {"large", ".git", "runs/loop", *many}, (
+            f"other links than those of large files and many, in the {root}: {sorted(links)[:20]}")
+        assert (place / "runs/log").read_text() == "log", f"no copy of runs/log in the {root}"
+    assert mirror.copied == 2 and not mirror.changed(), f"{mirror.copied} copies, not 2"
 
 
 @slow

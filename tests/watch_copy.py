@@ -128,8 +128,6 @@ class Training:
         torch.save = functools.partial(self.torch_save, guard, torch.save)
         self.module = load(f"{order.folder}/{order.root}{order.path}")
         functions = vars(self.module)
-        self.loss = functions.get("loss_of") or functions.get("loss_and_counts")
-        self.evaluate = functions.get("evaluate")
         self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
         self.evaluating = False
@@ -163,7 +161,7 @@ class Training:
         """
         args = self.module.parse_args()
         plain = {name: value for name, value in vars(args).items()
-                 if isinstance(value, (int, float)) and value is not None}
+                 if isinstance(value, (int, float))}
         self.record.args = plain
         settings = {**plain, **self.order.args, **SETTINGS, "batch_size": self.batch_size,
                     "checkpoint": f"{self.order.folder}/{self.order.checkpoint}.pt"}
@@ -203,6 +201,8 @@ class Training:
 
     def see_evaluation(self, function, *arguments, **options):
         call = Call(function, arguments, options)
+        if call.model is None:  # it is no argument: nothing is compared
+            return call.again()
         wraps = isinstance(call.model, DistributedDataParallel)
         call.model = call.model.module if wraps else call.model
         before = digest([*call.model.buffers()])
@@ -337,7 +337,7 @@ class Evaluation(Training):
     """Evaluates given weights, on one process twice."""
 
     def at_evaluation(self, call):
-        call.model.load_state_dict(torch.load(f"{self.order.folder}/one tested.pt"))
+        call.model.load_state_dict(torch.load(f"{self.order.folder}/one tested.pt", weights_only=False))
         call.keep_batches()
         self.before = random_state()
         return call.again()
@@ -403,8 +403,10 @@ def losses_of_parts(call):
         return call.again(lambda value: some_rows(value, first, last, whole))
 
     of_parts = (0, 10), (0, 3), (3, 10)
-    found = {"rounds": torch.is_autocast_enabled("cpu") or any(
-        weight.dtype in (torch.bfloat16, torch.float16) for weight in model.parameters())}
+    found = {"rounds": any(weight.dtype in (torch.bfloat16, torch.float16)
+                           for weight in model.parameters())}
+    hook = model.register_forward_pre_hook(lambda *_: found.update(
+        rounds=found["rounds"] or torch.is_autocast_enabled("cpu")))
     for mode, training in (("evaluation", False), ("training", True)):
         model.train(training)
         before, buffers = random_numbers(), digest([*model.buffers()])
@@ -412,6 +414,7 @@ def losses_of_parts(call):
             parts = [floats_of_two(loss_of(*part)) for part in of_parts]
         found[mode] = {"parts": parts, "draws": random_numbers() != before,
                        "changes": digest([*model.buffers()]) != buffers}  # as BatchNorm does
+    hook.remove()
     model.eval()
     found["difference"] = 0.0  # of the gradient of 10 samples from the mean of its parts'
     if not found["evaluation"]["draws"]:
