@@ -795,7 +795,8 @@ def build_optimizer(args, model, steps):
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer)
 """)),
     "a VAE, whose evaluation is seeded": (
-        "fashionmnist_ddp", above(VAE), ('before "val_results = evaluate("', "torch.manual_seed(0)")),
+        "fashionmnist_ddp", above(VAE),
+        ('before "val_results = evaluate("', "torch.manual_seed(0)")),
     "siamese pairs, by numpy with a seed for each sample": (
         "cifar10_ddp", above(SMALL + PAIRS),
         ('after "seed_all(*numbers)  #"', "numpy.random.seed(hash(tuple(numbers)) % 2**32)")),

@@ -337,7 +337,8 @@ class Evaluation(Training):
     """Evaluates given weights, on one process twice."""
 
     def at_evaluation(self, call):
-        call.model.load_state_dict(torch.load(f"{self.order.folder}/one tested.pt", weights_only=False))
+        path = f"{self.order.folder}/one tested.pt"
+        call.model.load_state_dict(torch.load(path, weights_only=False))
         call.keep_batches()
         self.before = random_state()
         return call.again()
