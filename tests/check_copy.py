@@ -217,7 +217,8 @@ def train_copies(servers, folder, common):
         seen, problems = servers.do([job("Training", "one"), job("Data", "data", server=1)],
                                     **{**first, **common})
     for name in [*problems]:
-        reason = ("it would change a file at an absolute path, in ~, or one that is linked"
+        reason = ("it would change a file at an absolute path, in ~, or one that is linked. Open "
+                  "data for reading alone, and write to new files at relative paths"
                   if scratch.REFUSED in problems[name] else
                   "SyncBatchNorm needs GPUs: check with BatchNorm"
                   if "SyncBatchNorm" in problems[name] else

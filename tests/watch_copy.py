@@ -33,8 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401  not in each process
 
-SETTINGS = {"epochs": 2, "global_batch": 16, "workers": 1, "nproc": None, "log_every": 1e9,
-            "save_every": 1e9, "timeout": 1800}
+SETTINGS = {"epochs": 2, "global_batch": 16, "nproc": None, "log_every": 1e9, "save_every": 1e9,
+            "timeout": 1800, "workers": int(sys.platform == "linux")}  # elsewhere, it is spawned
 
 
 # ---- The processes ----
