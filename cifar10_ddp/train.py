@@ -34,7 +34,8 @@ limit, a preemption or the loss of a node. FILE (run.pt) must be on a disk that 
     srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
         --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
         train.py --global-batch 1024 --checkpoint run.pt && exit
-    # Come back if the job has saved since it started. If not, the failure would occur again
+    # The processes save and end before the job (TERM@120): time to put it back into the queue, if
+    # it has saved since it started. If it has not, the failure would occur again
     [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
     exit 1
 
@@ -303,7 +304,8 @@ def train(args):
     if not world_size <= args.global_batch <= len(train_set):  # DDP: each process needs a share
         sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
                  f"(processes) and at most {len(train_set)} (training images)")
-    run = describe_run(args, len(train_set))  # before args.parts, which a resumed run may change
+    # What a resumed run may not change (args.parts may). DDP: it must be equal in all processes
+    run = describe_run(args, len(train_set))
     # DDP: a batch has the same number of parts for each process, of at most --batch-size images
     parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
     args.parts = min(parts, args.global_batch)
@@ -564,7 +566,8 @@ def load_checkpoint(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
-        sys.exit(f"error: --checkpoint {path} is no checkpoint of a run: weights alone, or older")
+        sys.exit(f"error: --checkpoint {path} is not a checkpoint of this script (does it hold "
+                 "weights only, or come from an older version?)")
     return checkpoint
 
 

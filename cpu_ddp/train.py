@@ -119,6 +119,7 @@ def train(args):
     # A checkpoint has the states of these objects, and this number
     saved = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 0}
+    # What a resumed run may not change. DDP: it must be equal in all processes
     run = describe_run(args, len(inputs))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
@@ -169,7 +170,8 @@ def load_checkpoint(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
-        sys.exit(f"error: --checkpoint {path} is no checkpoint of a run: weights alone, or older")
+        sys.exit(f"error: --checkpoint {path} is not a checkpoint of this script (does it hold "
+                 "weights only, or come from an older version?)")
     return checkpoint
 
 

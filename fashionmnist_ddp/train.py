@@ -29,7 +29,8 @@ limit, a preemption or the loss of the node. FILE (run.pt) must be on a disk tha
     #SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
     before=$(stat -c %y run.pt 2>&1)
     srun --cpus-per-task=32 python train.py --checkpoint run.pt && exit
-    # Come back if the job has saved since it started. If not, the failure would occur again
+    # The processes end a minute before the job (TERM@60): time to put it back into the queue, if it
+    # has saved since it started. If it has not, the failure would occur again
     [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
     exit 1
 
@@ -244,6 +245,7 @@ def train(args):
     # needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = {"epoch": 0, "best_score": -math.inf}
+    # What a resumed run may not change. DDP: it must be equal in all processes
     run = describe_run(args, samples)
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
@@ -391,7 +393,8 @@ def load_checkpoint(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
-        sys.exit(f"error: --checkpoint {path} is no checkpoint of a run: weights alone, or older")
+        sys.exit(f"error: --checkpoint {path} is not a checkpoint of this script (does it hold "
+                 "weights only, or come from an older version?)")
     return checkpoint
 
 

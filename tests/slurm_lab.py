@@ -26,7 +26,6 @@ STAND_INS = {
 # Shorter waits, and more hardware than there is.
 SETTINGS = """
 SlurmdParameters=config_overrides   # more CPUs and memory than there are
-TaskPlugin=task/affinity            # as many sites have it
 LaunchParameters=use_interactive_step   # a shell of salloc runs on the first node
 ProctrackType=proctrack/linuxproc   # cgroups v2 require a systemd per node
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
@@ -155,10 +154,16 @@ class Network:
 
 
 class Lab(Network):
-    """The machines, and Slurm on them. Nodes have two cores, the last two have one.
+    """The machines, and Slurm on them.
 
-    That of the last node has two hyperthreads.
+    hardware: for each node, its cores, and the hyperthreads of a core. With gpus, each node has two.
+    Without affinity, nodes may have more cores than this machine.
     """
+
+    def __init__(self, root, hardware, gpus=True, affinity=True):
+        super().__init__(root, len(hardware))
+        self.hardware, self.gpus = hardware, gpus
+        self.task_plugin = "task/affinity" if affinity else "task/none"  # many sites have affinity
 
     def up(self):
         self.folder = self.root / "shared disk"      # for the tests: every machine sees it
@@ -176,19 +181,20 @@ class Lab(Network):
         etc = self.root / "my cluster"
         head = self.machines["head"].address
         command = ["bash", INSTALL, "--out", etc, "--controller", f"head={head}"]
-        for name in self.nodes:
-            cores = 1 if name in self.nodes[-2:] else 2
-            threads = 2 if name == self.nodes[-1] else 1
+        for name, (cores, threads) in zip(self.nodes, self.hardware, strict=True):
             hardware = (f"CPUs={cores * threads},CoresPerSocket={cores},ThreadsPerCore={threads},"
-                        "RealMemory=10000,Gres=gpu:2")
+                        f"RealMemory=40000{',Gres=gpu:2' * self.gpus}")
             command += ["--node", f"{name}={self.machines[name].address},{hardware}"]
         commands = subprocess.check_output(command, text=True, timeout=30)
         # GPUs are counted, and never opened.
-        (etc / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+        gpus = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n" if self.gpus else ""
+        (etc / "gres.conf").write_text(gpus)
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         replaced = r"^(TaskPlugin|ProctrackType|PartitionName)=.*\n"
+        if not self.gpus:
+            replaced += r"|^GresTypes=.*\n"
         text = re.sub(replaced, "", (etc / "slurm.conf").read_text(), flags=re.MULTILINE)
-        (etc / "slurm.conf").write_text(text + SETTINGS)
+        (etc / "slurm.conf").write_text(f"{text}TaskPlugin={self.task_plugin}\n{SETTINGS}")
         for name, program in STAND_INS.items():
             write_program(self.root / name, program)
         env = os.environ | {"PATH": f"{self.root}:{os.environ['PATH']}", "LAB": str(self.root)}

@@ -292,6 +292,9 @@ RESTRICTED = {
                                    "capabilities": {"drop": ["ALL"]}},
                                   "restricted clusters require it"),
 }
+# A TrainJob has no field for it.
+NO_TOKEN = {"automountServiceAccountToken": (
+    False, "whoever runs commands in a pod could use its token of Kubernetes")}
 ON_A_VOLUME = {"securityContext/fsGroupChangePolicy": (
     "OnRootMismatch", "Kubernetes walks through a large volume for hours")}
 SHARED_MEMORY = {
@@ -300,7 +303,7 @@ SHARED_MEMORY = {
 }
 OWN_STORE = {"container/env/TORCH_DISABLE_SHARE_RDZV_TCP_STORE/value": (
     "1", "torchrun's store keeps addresses of lost processes")}
-JOB = RESTRICTED | SHARED_MEMORY | OWN_STORE | {
+JOB = RESTRICTED | NO_TOKEN | SHARED_MEMORY | OWN_STORE | {
     "spec/completionMode": ("Indexed", "each pod has a number, and pod 0 a name"),
     "spec/maxFailedIndexes": (0, "a pod that fails for good ends the job"),
     "spec/successPolicy": ({"rules": [{"succeededIndexes": "0"}]},
@@ -310,7 +313,7 @@ JOB = RESTRICTED | SHARED_MEMORY | OWN_STORE | {
 REQUIREMENTS = {
     "job.yaml": JOB,
     "job": JOB | ON_A_VOLUME,
-    "pytorchjob": RESTRICTED | SHARED_MEMORY | OWN_STORE | ON_A_VOLUME | {
+    "pytorchjob": RESTRICTED | NO_TOKEN | SHARED_MEMORY | OWN_STORE | ON_A_VOLUME | {
         "spec/pytorchReplicaSpecs/Worker/restartPolicy": ("OnFailure", "containers restart"),
         "container/name": ("pytorch", "the operator finds it by this name"),
     },
@@ -320,8 +323,8 @@ REQUIREMENTS = {
             "node", "Trainer finds it by this name"),
         "container/name": ("node", "Trainer finds it by this name"),
     },
-    "files": RESTRICTED | ON_A_VOLUME,
-    "etcd.yaml": RESTRICTED,
+    "files": RESTRICTED | NO_TOKEN | ON_A_VOLUME,
+    "etcd.yaml": RESTRICTED | NO_TOKEN,
 }
 
 
@@ -496,6 +499,7 @@ def running(request, tmp_path_factory):
 
 
 @needs_yq
+@pytest.mark.pods
 @pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 @pytest.mark.parametrize("name", STORIES)
 def test_story(running, name):

@@ -26,7 +26,27 @@ def name_of(path):
 
 PYTHON_FILES = tracked("*.py")
 SHELL_FILES = tracked("*.sh", "*.sbatch", ".ci/run")
-LICENSED = [*map(script_path, SCRIPTS), *SHELL_FILES, *tracked("*.yaml", "*.yaml-template")]
+LICENSED = [*tracked("*/train.py"), *SHELL_FILES, *tracked("*.yaml", "*.yaml-template")]
+
+
+def test_each_script_is_declared_and_has_what_belongs_to_it():
+    """tests/README.md has the recipe."""
+    missing = [f"a row for {path.parent.name} in SCRIPTS (tests/scripts.py)"
+               for path in tracked("*/train.py") if path.parent.name not in SCRIPTS]
+    sbatch = "".join(path.read_text() for path in tracked("slurm/*.sbatch"))
+    for script in SCRIPTS:
+        name = f"{script}/train.py"
+        places = {
+            f"the script {name}": (ROOT / name).exists(),
+            f"a page {script}/README.md": (ROOT / script / "README.md").exists(),
+            f"{script}/README.md in README.md": f"{script}/README.md" in (
+                ROOT / "README.md").read_text(),
+            f"a file slurm/*.sbatch with {name}": name in sbatch,
+            f"the line !{name} in .dockerignore": f"!{name}\n" in (
+                ROOT / ".dockerignore").read_text(),
+        }
+        missing += [place for place, found in places.items() if not found]
+    assert not missing, f"a script is missing: {'; '.join(missing)}"
 
 
 def test_the_top_level():
@@ -58,7 +78,7 @@ def test_imports():
         allowed = sys.stdlib_module_names | {"torch", "torchvision"}
         if path.parent.name == "tests":
             allowed |= {"pytest", "PIL", *[other.stem for other in path.parent.glob("*.py")]}
-        elif path == script_path("cifar10_ddp"):
+        elif "read_image" in path.read_text():
             allowed |= {"PIL"}
         packages = set()
         for node in ast.walk(ast.parse(path.read_text())):
@@ -90,13 +110,25 @@ def test_lines_have_at_most_100_characters():
     assert not found, f"lines of more than 100 characters: {found}"
 
 
+@pytest.mark.parametrize("arguments, words", [
+    (["tests/test_smoke.py", "-m", "quick"], "unknown markers"),
+    (["tests/test_smoke.py::test_absent"], "not found")], ids=["marker", "id"])
+def test_an_unknown_marker_or_id_is_an_error(arguments, words):
+    """Else, .ci/run would be green without the tests of a marker with a typing error."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments],
+                          cwd=ROOT, capture_output=True, text=True, timeout=120)
+    text = done.stdout + done.stderr
+    assert done.returncode != 0, f"pytest {arguments} ends with status 0:\n{text}"
+    assert words in text, f"pytest {arguments} does not say {words!r}:\n{text}"
+
+
 # ---- shell files, licenses, registries, pages ----
 @pytest.mark.parametrize("path", SHELL_FILES, ids=name_of)
 def test_shell_files(path):
     """Without shellcheck (a Debian package), only the syntax is tested."""
     assert "\nset -euo pipefail\n" in path.read_text(), f"{name_of(path)}: no set -euo pipefail"
-    command = ["shellcheck", path] if shutil.which("shellcheck") else ["bash", "-n", path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = ["shellcheck", "-x", path] if shutil.which("shellcheck") else ["bash", "-n", path]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, f"{command[0]} {name_of(path)}:\n{result.stdout}{result.stderr}"
 
 
