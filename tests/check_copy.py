@@ -222,7 +222,7 @@ def train_copies(servers, folder, common):
                   if scratch.REFUSED in problems[name] else
                   "SyncBatchNorm needs GPUs: check with BatchNorm"
                   if "SyncBatchNorm" in problems[name] else
-                  f"one process does not train on a CPU to the end, of {TRAINING_SAMPLES} samples")
+                  f"one process cannot train to the end (on a CPU, {TRAINING_SAMPLES} samples)")
         skip("anything", f"{reason}:{problems[name]}")
         return {}, {}
     one = seen["one"][0]

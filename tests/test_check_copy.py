@@ -90,7 +90,7 @@ RESUMES = "a stopped and resumed run ends with the same numbers"
 
 SUMS = 'instead of "return sums.results("val_")"'
 SHARES = 'instead of "share = batch[rank::world_size]"'
-CRITIC = (SAVED, """
+CRITIC = (RESUMED, """
 critic = nn.Linear(784, 1)
 critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)
 args.critic, args.critic_step = critic, critic_optimizer.step""")
