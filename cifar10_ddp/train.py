@@ -23,8 +23,8 @@ SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step: the
 with status 1. FILE.best has the weights of the epoch with the best validation result:
 model.load_state_dict(torch.load("FILE.best", map_location="cpu")).
 
-A job script for two nodes with four GPUs each. Once it has saved, the job comes back after its time
-limit, a preemption or the loss of a node. FILE (run.pt) must be on a disk that all nodes share:
+A job script for two nodes with four GPUs each. After its time limit, a preemption or the loss of a
+node, the job comes back, if it has saved since it started. FILE (run.pt) must be on a shared disk:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=128G
@@ -246,7 +246,10 @@ def loss_and_counts(args, model, images, labels):
 
 
 def metrics(counts, samples):
-    """Return what the log shows beside the loss, by name. The counts are sums over the samples."""
+    """Return what the log shows beside the loss, by name. The counts are sums over the samples.
+
+    train() chooses FILE.best by the accuracy: for another name, edit "val_accuracy" there.
+    """
     return {"accuracy": counts / samples}
 
 
@@ -599,7 +602,7 @@ def resume(checkpoint, run, saved, progress):
 
 def check_model(model):
     """Exit unless the trained weights are finite, and their norms equal in all processes."""
-    norms = torch.stack([torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).double()
+    norms = torch.stack([weight.detach().float().norm().double()
                          for weight in model.parameters() if weight.requires_grad])
     means = norms / dist.get_world_size()
     dist.all_reduce(means)  # over all processes: NaN of one is NaN in all

@@ -203,7 +203,7 @@ def resume(checkpoint, run, saved, progress):
 
 def check_model(model):
     """Exit unless the trained weights are finite, and their norms equal in all processes."""
-    norms = torch.stack([torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).double()
+    norms = torch.stack([weight.detach().float().norm().double()
                          for weight in model.parameters() if weight.requires_grad])
     means = norms / dist.get_world_size()
     dist.all_reduce(means)  # over all processes: NaN of one is NaN in all
