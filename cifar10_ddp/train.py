@@ -94,7 +94,7 @@ def parse_args(flags=None):
                       help="train on the images in DIR/train/CLASS, validate on DIR/val/CLASS")
     data.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                       help="train on N generated images (512 without a number)")
-    parser.add_argument("--workers", type=int, default=4,
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count()),
                         help="loader processes of each process: more, if the log says wait")
     parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
                         help="file to save and resume from")

@@ -32,8 +32,9 @@ import sys
 import tempfile
 
 import scratch
-from check_promises import (TRAINING_SAMPLES, VAL_SAMPLES, Record, notes, print_promises, said,
-                            say_the_rest, skip, some)
+from check_promises import (TRAINING_SAMPLES, VAL_SAMPLES, Record, check_data, check_ends,
+                            check_evaluation, check_leak, check_loss, check_ranks, check_resume,
+                            check_steps, notes, said, say_the_rest, skip, some)
 
 WAIT = 60  # seconds: a process that computes nothing for longer waits for another
 
@@ -41,12 +42,12 @@ WAIT = 60  # seconds: a process that computes nothing for longer waits for anoth
 class Servers:
     """Two interpreters that train copies (watch_copy.py): as on two machines, of a rank each."""
 
-    def __init__(self):
+    def __init__(self, folder):
         others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
                   "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
         env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled",
-                   PYTHONDONTWRITEBYTECODE="1",
+                   PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(folder),
                    TORCH_DISTRIBUTED_DEBUG="INFO")  # names the parameters that have no gradient
         command = [sys.executable, os.path.join(os.path.dirname(os.path.realpath(__file__)),
                                                 "watch_copy.py")]
@@ -64,14 +65,13 @@ class Servers:
                 number = rank if job["size"] > 1 else job.get("server", 0)
                 order = {"checkpoint": job["root"], "stop": 0, "args": {}, **common, **job,
                          "rank": rank, "port": port}
-                self.processes[number].stdin.write(json.dumps(order) + "\n")
                 waiting[number].append((job["name"], rank))
-            for process in self.processes:
-                process.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # its error is printed
+                    print(json.dumps(order), file=self.processes[number].stdin, flush=True)
         statuses = {}
         for process, names in zip(self.processes, waiting):
             for name in names:
-                statuses[name] = json.loads(process.stdout.readline() or "-9")
+                statuses[name] = json.loads(process.stdout.readline() or '"lost"')
         return read_records(jobs, statuses, common["folder"], common["path"])
 
     def end(self):
@@ -98,14 +98,14 @@ def read_records(jobs, statuses, folder, path):
 def how_it_ended(path, status, log):
     """Return how a process has ended, and in which lines of the copy."""
     text = pathlib.Path(log).read_text(errors="replace") if os.path.exists(log) else ""
-    if status == 0:
-        return "has ended"
+    ends = {0: "has ended", "limit": "takes too long",
+            "lost": "has not begun: see the error above, or the memory"}
+    if status in ends:
+        return ends[status]
     waits = "Timeout (" in text  # faulthandler's word
     stack = text.rpartition("(most recent call")[2]
     if "\nOriginal Traceback" in text:  # of a loader process, behind that of this process
         stack = re.split("^Traceback", text, flags=re.MULTILINE)[-1]
-    if status == "limit":
-        return "takes too long"
     if status < 0 and not waits:
         name = signal.Signals(-status).name
         return f"was killed by {name}" + (": is there too little memory?" if name == "SIGKILL"
@@ -138,7 +138,7 @@ def main():
     try:
         with contextlib.ExitStack() as ends:
             folder = ends.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            servers = Servers()
+            servers = Servers(folder)
             ends.callback(servers.end)
             return compare(servers, os.path.realpath(folder), path, sys.argv[2:])
     except KeyboardInterrupt:
@@ -217,11 +217,12 @@ def train_copies(servers, folder, common):
         seen, problems = servers.do([job("Training", "one"), job("Data", "data", server=1)],
                                     **{**first, **common})
     for name in [*problems]:
-        reason = ("it would change a file at an absolute path, in ~, or one that is linked"
+        reason = ("it would change a file at an absolute path, in ~, or one that is linked. Open "
+                  "data for reading alone, and write to new files at relative paths"
                   if scratch.REFUSED in problems[name] else
                   "SyncBatchNorm needs GPUs: check with BatchNorm"
                   if "SyncBatchNorm" in problems[name] else
-                  f"one process does not train on a CPU to the end, of {TRAINING_SAMPLES} samples")
+                  f"one process cannot train to the end (on a CPU, {TRAINING_SAMPLES} samples)")
         skip("anything", f"{reason}:{problems[name]}")
         return {}, {}
     one = seen["one"][0]
@@ -243,6 +244,27 @@ def train_copies(servers, folder, common):
     wait = WAIT + one.seconds
     others, problems = servers.do(jobs, **common, wait=wait, limit=4 * wait)
     return {**seen, **others}, problems
+
+
+def print_promises(seen, problems):
+    """Print which promises hold, and what else ended with an error."""
+    if not check_data(seen):
+        skip("the rest", "it would differ, too")
+        return
+    check_leak(seen)
+    check_ends(seen, problems)
+    if "two" in seen:
+        check_ranks(seen)
+    in_evaluation, in_training = check_loss(seen, problems)
+    if "two" in seen:
+        check_steps(seen, in_training)
+    check_evaluation(seen, in_evaluation)
+    check_resume(seen, problems)
+    broken = [name for name in ("data of two", "evaluation", "evaluation of two")
+              if name in problems and "two" in seen]
+    if broken:
+        skip("the rest", f"{broken[0]} ends with an error:{problems[broken[0]]}")
+        problems["broken"] = True
 
 
 if __name__ == "__main__":

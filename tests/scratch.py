@@ -22,7 +22,7 @@ class Mirror:
         self.root = root
         self.room, self.entries = IN_ALL, most
         self.copied = 0  # files
-        self.linked = {}  # files that are linked: their state, to see that it changes
+        self.linked = {}  # what is linked: the state of files, to see that they change
         self.real = set()  # folders that are mirrored, by their real paths
 
     def add(self, place, levels=50):
@@ -45,12 +45,11 @@ class Mirror:
                     queue.append((entry.path, new, levels - 1))
                 elif not os.path.lexists(new) and not self.copy(entry, new, len(entries)):
                     os.symlink(os.path.realpath(entry.path), new)
-                    if entry.is_file():
-                        self.linked[entry.path] = state(entry.path)
+                    self.linked[entry.path] = state(entry.path) if entry.is_file() else None
 
     def takes(self, entry):
         """Return whether a folder is mirrored: not an environment or repository, nor a loop."""
-        return (entry.is_dir() and self.entries > 0 and not entry.name.startswith(".")
+        return (entry.is_dir() and self.entries > 0 and not entry.name == ".git"
                 and not os.path.exists(f"{entry.path}/pyvenv.cfg")
                 and os.path.realpath(entry.path) not in {*self.real, os.path.dirname(self.root)})
 
@@ -69,7 +68,7 @@ class Mirror:
 
     def changed(self):
         """Return the files that are linked, and have changed."""
-        return [path for path, before in self.linked.items() if state(path) != before]
+        return [path for path, before in self.linked.items() if before and state(path) != before]
 
 
 def state(path):

@@ -1,13 +1,12 @@
-"""Pages: commands are valid, samples are what they print, and code does what its page says.
+"""Python code on the pages does what its page says.
 
-A block of Python of make-it-yours is put where the page says, into a copy of each script that it is
-for. The copy then trains alike on one process and on two, and resumes exactly.
+A block of make-it-yours is put where the page says, into a copy of each script that it is for. The
+copy then trains alike on one process and on two, and resumes exactly.
 """
 
 import functools
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,14 +17,13 @@ import torch
 from checkpoints import assert_equal, load_checkpoint
 from copies import make_copy
 from forked import kill_after, train_and_kill, train_to_end
-from image_folder import write_images
-from launchers import Job, clean_environment
+from image_folder import TINY, write_images
+from launchers import clean_environment
 from recorder import use_small_model
-from scripts import BEST_SCRIPTS, ROOT, SCRIPTS, load_script
-from torch.distributed.run import get_args_parser
+from scripts import BEST_SCRIPTS, ROOT, load_script
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("*/*.md")])
+pytestmark = pytest.mark.slow
 MAKE_IT_YOURS = "synthetic_ddp/make-it-yours.md"
 CIFAR10 = "cifar10_ddp/README.md"
 
@@ -38,8 +36,8 @@ BLOCKS = {
         ("table", ""),
         ("split", 'instead of "return Subset(data, range(split"'),
         ("use", None),
-        ("start from", 'before "return {model}"'),
-        ("class weights", 'before "fake_images(args.fake_data"'),
+        ("start from", ""),
+        ("class weights", 'before "fake_images(args.fake_data, "'),
         ("class weights", 'instead of "loss = F.cross_entropy("'),
         ("F1", 'instead of "return loss, (logits"'),
         ("F1", ""),
@@ -75,7 +73,7 @@ PLACES = {
                     "end": 'if score > progress["best_score"]'},
 }
 FLAGS = {  # for short runs with a small model
-    "synthetic_ddp": ("--samples", 96, "--global-batch", 16, "--workers", 0),
+    "synthetic_ddp": ("--samples", 160, "--global-batch", 16, "--workers", 0),
     "fashionmnist_ddp": ("--fake-data", 96, "--global-batch", 16),
     "cifar10_ddp": ("--fake-data", 96, "--global-batch", 16, "--workers", 0),
 }
@@ -107,6 +105,12 @@ def run_code(code):
     return process.stdout
 
 
+def small(module, rank):
+    """A setup for train_forked(): a small model, without random crops and flips."""
+    use_small_model(module, rank)
+    module.augment = module.shift_and_flip = lambda images: images.float()
+
+
 def results(text):
     """Return the results of each epoch that a run has printed: dicts of numbers by name."""
     return [{name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)(?=  )", line)}
@@ -134,72 +138,11 @@ def assert_trains_alike(copy, *flags, setup=lambda module, rank: None, resumes=T
     return two
 
 
-# ---- commands and samples ----
 def test_each_block_of_code_is_tested():
-    for path in PAGES:
+    for path in [ROOT / "README.md", *ROOT.glob("*/*.md")]:
         expected = len(BLOCKS.get(str(path.relative_to(ROOT)), []))
         found = len(code_blocks(path, "python"))
         assert found == expected, f"{path} has {found} blocks of Python, tests run {expected}"
-
-
-def commands(path):
-    """Return the commands in the blocks of a page: one a line, without comments."""
-    text = "".join(code_blocks(path, "bash")).replace("\\\n", " ")
-    return [line for line in re.sub(r"(^|\s)#.*", "", text).splitlines() if line.strip()]
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_are_valid(path):
-    """Shell syntax, flags of torchrun and of the scripts, files."""
-    for block in code_blocks(path, "bash"):
-        process = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
-        assert process.returncode == 0, f"{path}: no shell syntax:\n{block}{process.stderr}"
-    for command in commands(path):
-        for file in re.findall(r"(?<![\w/.:=])(?:slurm|tests|containers|\w+_dp|\w+_ddp)/[\w./-]+\w",
-                               command):
-            assert (ROOT / file).exists(), f"{path}: no file {file}, in\n{command}"
-        script = re.search(r"\b(\w+_ddp|mnist_dp)/train\.py|slurm/(\w+)[\w-]*\.sbatch", command)
-        if not script or "SCRIPT=" in command or "configmap" in command or "cp " in command:
-            continue
-        name = script[1] or next(name for name in SCRIPTS if name.startswith(f"{script[2]}_"))
-        before, after = command[:script.start()], command[script.end():]
-        flags = shlex.split(re.sub(r" \.\.\.| (2>&1|&|>\S+).*", "", after))
-        load_script(name).parse_args(flags)  # ends with an error if it does not know a flag
-        if "torchrun" in before:
-            words = shlex.split(before[before.index("torchrun") + 8:])
-            if words and "..." not in words:
-                get_args_parser().parse_args([*words, "train.py"])
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_command_prints_what_its_page_shows(script):
-    """But for speeds, and for results on CPUs that round otherwise. The first line is exact."""
-    page = ROOT / script / "README.md"
-    shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", page.read_text(),
-                      re.MULTILINE | re.DOTALL)[1]
-    processes = re.match(r"world size (\d)|", shown)[1] or "1"
-    (command,) = [command for command in commands(page) if f"{script}/train.py" in command and
-                  "sbatch" not in command and "--checkpoint" not in command and
-                  "--device-ids" not in command and
-                  re.search(r"(?:nproc|node)[= ](\d)|$", command)[1] in (processes, None)]
-    if script == "mnist_dp":
-        command += " --fake-data --epochs 2"
-    env = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    with Job(["bash", "-c", command], env, ROOT) as job:
-        status, text = job.result(timeout=900)
-    assert status == 0, f"{command} ends with status {status}:\n{text}"
-
-    def first_line(text):
-        line = re.search(r"^(?:world size|GPUs) .*", text, re.MULTILINE)[0]
-        return re.sub(r"(threads|torch) \S+", r"\1", line)
-
-    assert first_line(text) == first_line(shown), f"{page} shows another first line"
-    printed = {line.split("  ")[0]: line for line in text.splitlines()}
-    for line in re.findall(r"^epoch \d+/\d+  (?!step).*", shown, re.MULTILINE):
-        found = printed.get(line.split("  ")[0], "")
-        (expected,), found = results(line + "  "), results(found + "  ")
-        assert [expected] == [pytest.approx(found[0], rel=0.1, abs=0.02)], (
-            f"{page} shows\n{line}\nbut {command} prints\n{text}")
 
 
 # ---- make-it-yours: data ----
@@ -288,20 +231,20 @@ def test_a_part_of_the_training_data_validates():
 
 @all_scripts
 def test_a_run_starts_from_the_best_weights_of_another(script):
-    train_to_end(script, *FLAGS[script], "--epochs", 1, "--checkpoint", "my.pt",
-                 *SCRIPTS[script].small)
-    place = {"synthetic_ddp": "return nn.Sequential(nn.Linear(10, 5)",
-             "fashionmnist_ddp": "return CNN().to(",
-             "cifar10_ddp": "return model.to(memory_format"}[script]
-    ((_, code),) = edits(MAKE_IT_YOURS, "cifar10_ddp", "start from")
-    before = load_script(script)
-    make_copy(script, "my.py", (f'instead of "{place}"', {
-        "synthetic_ddp": "model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))\n",
-        "fashionmnist_ddp": "model = CNN()\n", "cifar10_ddp": ""}[script] + code + "return model"))
-    args = before.parse_args([str(flag) for flag in SCRIPTS[script].small])
+    model, place, definition = {
+        "synthetic_ddp": ((), "return nn.Sequential(nn.Linear(10, 5)",
+                          "model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))\n"),
+        "fashionmnist_ddp": ((), "return CNN().to(", "model = CNN()\n"),
+        "cifar10_ddp": (TINY, "return model.to(memory_format", ""),
+    }[script]
+    train_to_end(script, *FLAGS[script], *model, "--epochs", 1, "--checkpoint", "my.pt")
+    ((_, code),) = edits(MAKE_IT_YOURS, script, "start from")
+    make_copy(script, "my.py", (f'instead of "{place}"', f"{definition}{code}return model"))
+    module = load_script("my.py")
+    args = module.parse_args([str(flag) for flag in model])
     args.classes = list("0123456789")
-    found = load_script("my.py").build_model(args).state_dict()
-    assert_equal(dict(found), torch.load("my.pt.best"), "the model")
+    found = module.build_model(args).state_dict()
+    assert_equal(dict(found), dict(torch.load("my.pt.best")), "the model")
 
 
 # ---- make-it-yours: loss and metrics ----
@@ -312,8 +255,8 @@ LABELS = "y = fake_images(args.fake_data, (1, 1, 1), args.seed)[0][1]"
 def test_class_weights_train_alike(script):
     """With losses of images of rare classes weighted more: a mean of ten weights is 1."""
     weights, loss = edits(MAKE_IT_YOURS, script, "class weights")
-    make_copy(script, "my.py", (weights[0], LABELS), weights, loss)
-    assert_trains_alike("my.py", *FLAGS[script], setup=use_small_model)
+    make_copy(script, "my.py", weights, ('before "weights = len(y)"', LABELS), loss)
+    assert_trains_alike("my.py", *FLAGS[script], setup=small)
     values = load_checkpoint("two.pt")["run"]["class_weights"]
     assert sum(map(float, values.strip("[]").split(","))) == pytest.approx(10, rel=0.1), values
 
@@ -326,7 +269,7 @@ def test_a_language_model_trains_alike_and_learns():
     small = code.replace("dropout=0.1", "dropout=0.0").replace("layers=4", "layers=1")
     make_copy("synthetic_ddp", "my.py", (place, small))
     printed = assert_trains_alike("my.py", "--global-batch", 8, "--workers", 0, "--lr", 0.01)
-    assert printed[-1]["val_accuracy"] > 0.8, f"the model does not learn its text: {printed}"
+    assert printed[-1]["val_accuracy"] > 0.7, f"the model does not learn its text: {printed}"
 
 
 def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
@@ -357,8 +300,7 @@ def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
 @all_scripts
 def test_f1_is_the_mean_over_the_classes(script):
     make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "F1"))
-    setup = use_small_model if script != "synthetic_ddp" else lambda *_: None
-    printed = assert_trains_alike("my.py", *FLAGS[script], setup=setup, resumes=False)
+    printed = assert_trains_alike("my.py", *FLAGS[script], setup=small, resumes=False)
     module = load_script("my.py")
     counts = torch.tensor([[4.0, 6.0, 0.0], [5.0, 5.0, 0.0], [3.0, 4.0, 0.0]])
     expected = (2 * 3 / 9 + 2 * 4 / 11) / 2  # of the two classes that occur
@@ -374,12 +316,11 @@ def test_blocks_of_the_loop_train_alike_together(script, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "clip", "average", "early stop",
                                       "compile", "F1", "profile"))
-    setup = use_small_model if script != "synthetic_ddp" else lambda *_: None
-    assert_trains_alike("my.py", *FLAGS[script], setup=setup)
+    assert_trains_alike("my.py", *FLAGS[script], setup=small)
     saved = load_checkpoint("two.pt")
     assert list(saved["model"]) == [name.removeprefix("module.") for name in saved["ema"]
                                     if name != "n_averaged"], "compiled, the model has other names"
-    steps = len(results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, setup=setup).text))
+    steps = len(results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, setup=small).text))
     assert steps == 3 and Path("trace.json").stat().st_size > 1000, "there is no trace of a profile"
 
 
@@ -387,8 +328,7 @@ def test_blocks_of_the_loop_train_alike_together(script, monkeypatch):
 def test_gradients_are_clipped(script):
     def setup(module, rank):
         norms = []
-        if script != "synthetic_ddp":
-            use_small_model(module)
+        use_small_model(module)
         register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(torch.cat(
             [weight.grad.flatten() for group in optimizer.param_groups
              for weight in group["params"]]).norm().item()))
@@ -404,8 +344,7 @@ def test_gradients_are_clipped(script):
 @all_scripts
 def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
     def setup(module, rank):
-        if script != "synthetic_ddp":
-            use_small_model(module)
+        use_small_model(module)
         scores = iter([0.5, 0.9, 0.7, 0.8, 0.9, 0.6, 0.9, 1.0, 1.0])  # the second epoch is the best
         module.evaluate = lambda *_: {"val_accuracy": next(scores)}
 
@@ -419,9 +358,8 @@ def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
 def test_tensorboard_gets_the_results(script):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "TensorBoard"))
-    setup = use_small_model if script != "synthetic_ddp" else lambda *_: None
     printed = results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, nproc=2,
-                                   setup=setup).text)
+                                   setup=small).text)
     events = reader.EventAccumulator("runs/my").Reload()
     found = [event.value for event in events.Scalars("val_loss")]
     expected = [line["val_loss"] for line in printed]

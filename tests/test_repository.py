@@ -1,4 +1,4 @@
-"""The repository: equal functions, imports, lines, licenses, shell files, links."""
+"""The repository: equal functions, imports, lines, licenses, shell files."""
 
 import ast
 import re
@@ -120,7 +120,7 @@ def test_an_unknown_marker_is_an_error():
     assert "unknown markers" in text, f"pytest -m quik does not say what is wrong:\n{text}"
 
 
-# ---- shell files, licenses, registries, pages ----
+# ---- shell files, licenses, registries ----
 @pytest.mark.parametrize("path", SHELL_FILES, ids=name_of)
 def test_shell_files(path):
     """Without shellcheck (a Debian package), only the syntax is tested."""
@@ -143,33 +143,3 @@ def test_no_file_names_a_package_registry():
                        r"|archive\.ubuntu\.com")
     found = [name_of(path) for path in tracked() if hosts.search(path.read_text(errors="replace"))]
     assert not found, f"files name the host of a package registry: {found}"
-
-
-def anchors(path):
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("path", tracked("*.md"), ids=name_of)
-def test_links_to_files_and_headings_exist(path):
-    code = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-    broken = []
-    for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", code.sub("", path.read_text())):
-        file, _, anchor = link.partition("#")
-        target = path.parent / file if file else path
-        if not target.exists() or anchor and anchor not in anchors(target):
-            broken.append(link)
-    assert not broken, f"{name_of(path)} has links to no file or heading: {broken}"
-
-
-@pytest.mark.parametrize("path", tracked("*.md"), ids=name_of)
-def test_lines_of_pages_have_at_most_100_characters(path):
-    """But for tables, addresses, and output of programs in blocks of code."""
-    long = []
-    in_block = False
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        in_block ^= line.lstrip().startswith("```")
-        if len(line) > 100 and not (in_block or "://" in line or line.lstrip().startswith("|")):
-            long.append(number)
-    assert not long, f"{name_of(path)} has more than 100 characters in the lines {long}"

@@ -9,6 +9,7 @@ import torch
 from launchers import GPUS, run
 from scripts import ROOT
 
+pytestmark = pytest.mark.slow
 PAGE = (ROOT / "cpu_ddp" / "README.md").read_text()
 LISTING, LOADER = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 (PRINTED,) = re.findall(r"^```\n((?:epoch \d  loss .*\n)+)```$", PAGE, re.MULTILINE)

@@ -33,8 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401  not in each process
 
-SETTINGS = {"epochs": 2, "global_batch": 16, "workers": 1, "nproc": None, "log_every": 1e9,
-            "save_every": 1e9, "timeout": 1800}
+SETTINGS = {"epochs": 2, "global_batch": 16, "nproc": None, "log_every": 1e9, "save_every": 1e9,
+            "timeout": 1800, "workers": int(sys.platform == "linux")}  # elsewhere, it is spawned
 
 
 # ---- The processes ----
@@ -56,17 +56,17 @@ def serve():
 def wait_for(pid, seconds):
     """Return the status of a process, which may take so many seconds. End what it has started."""
     end, parent = time.monotonic() + seconds, os.getppid()
+    ended = 0
     try:
-        while time.monotonic() < end and os.getppid() == parent:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
+        while not ended and time.monotonic() < end and os.getppid() == parent:
             time.sleep(0.02)
-        return "limit"
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else "limit"
     finally:
-        for kill in (os.killpg, os.kill):  # the group: its loader processes
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(pid, signal.SIGKILL)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # its loader processes
 
 
 def work(order):
@@ -128,9 +128,7 @@ class Training:
         torch.save = functools.partial(self.torch_save, guard, torch.save)
         self.module = load(f"{order.folder}/{order.root}{order.path}")
         functions = vars(self.module)
-        self.loss = functions.get("loss_of") or functions.get("loss_and_counts")
-        self.evaluate = functions.get("evaluate")
-        self.saved, self.progress, self.optimizers, self.models = {}, {}, [], []
+        self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
         self.evaluating = False
         for name, see in (("load_data", self.see_data), ("loss_of", self.see_loss),
@@ -163,7 +161,7 @@ class Training:
         """
         args = self.module.parse_args()
         plain = {name: value for name, value in vars(args).items()
-                 if isinstance(value, (int, float)) and value is not None}
+                 if isinstance(value, (int, float))}
         self.record.args = plain
         settings = {**plain, **self.order.args, **SETTINGS, "batch_size": self.batch_size,
                     "checkpoint": f"{self.order.folder}/{self.order.checkpoint}.pt"}
@@ -196,7 +194,6 @@ class Training:
             if random_numbers() != before:
                 evaluation["draws"].append(digest(before))
         elif torch.is_grad_enabled() and call.model is not None:
-            self.models.append(call.model)
             modes = [part.training for part in call.model.modules()]
             self.calls.append((floats_of_two(result), digest(call.batch), rows(call.batch),
                                digest(modes)))
@@ -204,6 +201,8 @@ class Training:
 
     def see_evaluation(self, function, *arguments, **options):
         call = Call(function, arguments, options)
+        if call.model is None:  # it is no argument: nothing is compared
+            return call.again()
         wraps = isinstance(call.model, DistributedDataParallel)
         call.model = call.model.module if wraps else call.model
         before = digest([*call.model.buffers()])
@@ -260,11 +259,6 @@ class Training:
                   if hasattr(item, "state_dict")
                   and not isinstance(item, (torch.nn.Module, torch.optim.Optimizer))}
         record.others = numbers({**states, "progress": dict(self.progress)})
-        stepped = {id(weight) for optimizer in self.optimizers for group in optimizer.param_groups
-                   for weight in group["params"]}
-        record.not_trained = [
-            name for model in self.models[-1:] for name, weight in model.named_parameters()
-            if weight.requires_grad and id(weight) not in stepped]
         if getattr(args, "checkpoint", None) and os.path.exists(args.checkpoint):
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=False)
             record.saved = numbers(saved)
@@ -274,9 +268,9 @@ class Training:
         found = {f"{item_name}.{name}": weight for item_name, item in self.saved.items()
                  if isinstance(item, torch.nn.Module) for name, weight in item.named_parameters()}
         known = {id(weight) for weight in found.values()}
-        for optimizer in self.optimizers:
+        for place, optimizer in enumerate(self.optimizers, 1):
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            found.update({f"weight {number} (of no model in saved)": weight
+            found.update({f"weight {number} of optimizer {place} (of no model in saved)": weight
                           for number, weight in enumerate(weights) if id(weight) not in known})
         return found
 
@@ -343,7 +337,8 @@ class Evaluation(Training):
     """Evaluates given weights, on one process twice."""
 
     def at_evaluation(self, call):
-        call.model.load_state_dict(torch.load(f"{self.order.folder}/one tested.pt"))
+        path = f"{self.order.folder}/one tested.pt"
+        call.model.load_state_dict(torch.load(path, weights_only=False))
         call.keep_batches()
         self.before = random_state()
         return call.again()
@@ -409,8 +404,10 @@ def losses_of_parts(call):
         return call.again(lambda value: some_rows(value, first, last, whole))
 
     of_parts = (0, 10), (0, 3), (3, 10)
-    found = {"rounds": torch.is_autocast_enabled("cpu") or any(
-        weight.dtype in (torch.bfloat16, torch.float16) for weight in model.parameters())}
+    found = {"rounds": any(weight.dtype in (torch.bfloat16, torch.float16)
+                           for weight in model.parameters())}
+    hook = model.register_forward_pre_hook(lambda *_: found.update(
+        rounds=found["rounds"] or torch.is_autocast_enabled("cpu")))
     for mode, training in (("evaluation", False), ("training", True)):
         model.train(training)
         before, buffers = random_numbers(), digest([*model.buffers()])
@@ -418,6 +415,7 @@ def losses_of_parts(call):
             parts = [floats_of_two(loss_of(*part)) for part in of_parts]
         found[mode] = {"parts": parts, "draws": random_numbers() != before,
                        "changes": digest([*model.buffers()]) != buffers}  # as BatchNorm does
+    hook.remove()
     model.eval()
     found["difference"] = 0.0  # of the gradient of 10 samples from the mean of its parts'
     if not found["evaluation"]["draws"]:
