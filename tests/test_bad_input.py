@@ -90,10 +90,11 @@ def test_a_folder_that_does_not_exist_is_an_error_line_at_the_start(script, tmp_
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_a_folder_that_cannot_be_written_is_an_error_line(script, tmp_path):
     """Here, another user's."""
+    module = load_script(script)
     tmp_path.chmod(0o755)
     os.setresuid(65534, 65534, 0)
     try:
-        error = load_script(script).load_checkpoint(str(tmp_path / "run.pt"))
+        error = module.load_checkpoint(str(tmp_path / "run.pt"))
     except SystemExit as end:
         error = str(end)
     finally:

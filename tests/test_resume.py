@@ -19,6 +19,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from checkpoints import assert_equal, difference, load_checkpoint, progress
 from copies import make_copy
 from forked import (at_step, kill_after, kill_at_call, train_and_kill, train_forked, train_to_end,
@@ -233,6 +234,28 @@ def test_a_run_under_nohup_ignores_sighup(script, tmp_path):
         kill_after(2, signal.SIGHUP)
 
     train_to_end(script, *flags_of(script, tmp_path / "run.pt"), setup=setup)
+
+
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
+def test_loader_processes_ignore_the_signals_that_stop_a_run(script, tmp_path):
+    """Slurm sends them to all. Here, in an evaluation of more batches than are read ahead."""
+    def setup(module, rank):
+        def send_to_all(args, model, *_):
+            if not model.training and not sent:
+                sent.append(True)
+                for process in mp.active_children():
+                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                        os.kill(process.pid, signum)
+                signal.raise_signal(signal.SIGTERM)
+
+        sent = []
+        use_small_model(module)
+        watch(module, "loss_and_counts", send_to_all)
+
+    end = train_forked(script, *flags_of(script, tmp_path / "run.pt", children=True), "--workers",
+                       1, "--batch-size", 2, setup=setup)
+    assert end.statuses == ["stopped by a signal after step 7"], (
+        f"{script}: signals to all processes in the first evaluation: {end.statuses}\n{end.text}")
 
 
 @pytest.mark.parametrize("script", STEP_SCRIPTS)
@@ -529,7 +552,9 @@ def test_killed_at_random_and_resumed_exactly(script, launcher, nproc, is_random
     train_to_end(copy, *flags, "--checkpoint", undisturbed, nproc=nproc)
     if script in STEP_SCRIPTS:
         flags += ["--save-every", 0.01]
-    ways = chance.choices(WAYS, k=kills)
+    first = kills * LAUNCHED.index((script, launcher, nproc, is_random))
+    order = random.Random(seed).sample(WAYS, len(WAYS))  # all cases together use all ways
+    ways = [order[number % len(WAYS)] for number in range(first, first + kills)]
     counts = Counter()
     status = None
     while status != 0 or ways:
