@@ -10,20 +10,21 @@ r"""Train an image classifier on CIFAR-10 or your own images with DistributedDat
 Type the third command on each of two machines; HOST is the name of one of them. Each process runs
 this whole file. All begin with the same weights, and each computes the gradient of its share of
 every batch. backward() averages the gradients of all processes, so all make the same step, and
-their weights stay equal. The number of a process, from 0, is its rank. The lines that a script for
-one process does not have are marked with "DDP:".
+their weights stay equal. The number of a process, from 0, is its rank. Down to train(), what a
+script for one process does not have is marked with "DDP:".
 
 A step has --global-batch images on any number of processes. --lr is for 256 images, and is
 multiplied to suit. To keep many GPUs busy, raise --global-batch: 128 images or more for each. A
 process computes at most --batch-size images at once: for larger shares, it adds up gradients.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, at the same step
-and with the same random numbers, on any number of processes. SIGTERM, Ctrl-C or a closed terminal
-stop all processes after the same step: they save, and exit with status 1. FILE.best has the weights
-of the epoch with the best validation result: model.load_state_dict(torch.load("FILE.best")).
+and with the same random numbers. On another number of processes, crops and dropout may differ.
+SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step: they save, and exit
+with status 1. FILE.best has the weights of the epoch with the best validation result:
+model.load_state_dict(torch.load("FILE.best", map_location="cpu")).
 
-A job script for two nodes with four GPUs each. The job comes back after its time limit, after a
-preemption and after the loss of a node. FILE (here run.pt) must be on a disk that all nodes share:
+A job script for two nodes with four GPUs each. Once it has saved, the job comes back after its time
+limit, a preemption or the loss of a node. FILE (run.pt) must be on a disk that all nodes share:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=128G
@@ -33,7 +34,8 @@ preemption and after the loss of a node. FILE (here run.pt) must be on a disk th
     srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
         --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
         train.py --global-batch 1024 --checkpoint run.pt && exit
-    # Come back if the job has saved since it started. If not, the failure would occur again
+    # The processes save and end before the job (TERM@120): time to put it back into the queue, if
+    # it has saved since it started. If it has not, the failure would occur again
     [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
     exit 1
 
@@ -92,7 +94,8 @@ def parse_args(flags=None):
                       help="train on the images in DIR/train/CLASS, validate on DIR/val/CLASS")
     data.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                       help="train on N generated images (512 without a number)")
-    parser.add_argument("--workers", type=int, default=4, help="loader processes of each process")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count()),
+                        help="loader processes of each process: more, if the log says wait")
     parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
                         help="file to save and resume from")
     parser.add_argument("--save-every", type=float, default=5,
@@ -108,7 +111,8 @@ def parse_args(flags=None):
     return args
 
 
-# Flags that may change when a run is resumed. Another value of any other flag is an error
+# Flags that may change when a run is resumed. Another value of any other flag is an error, as of
+# --epochs, which would change the learning rates: to train longer, start a new run from FILE.best
 MAY_CHANGE = ("batch_size", "bf16", "compile", "data_dir", "image_folder", "workers", "checkpoint",
               "save_every", "log_every", "timeout")
 
@@ -125,10 +129,11 @@ def prepare_data(args):
 def load_data(args):
     """Return the training set and the validation set. Set args.classes to the names of classes.
 
-    They are data sets of pairs (uint8 image (3, height, width), label).
+    They are data sets of pairs (uint8 image (3, height, width), label). CIFAR-10 has no validation
+    set, so its test set is taken: its best epoch is a bit too good.
 
-    DDP: all processes must return the same samples in the same order. torch and random are seeded;
-    seed numpy, and sort what os.listdir() or a set returns.
+    DDP: all processes must return the same samples in the same order. torch and random are seeded:
+    also seed numpy, if you use it, and sort what os.listdir() or a set returns.
     """
     if args.image_folder:
         size = args.image_size
@@ -210,7 +215,7 @@ def build_model(args):
 def build_optimizer(args, model, steps):
     """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-    A resumed run continues with the saved states of both: an edit here needs a new run.
+    After an edit here, start a new run: a resumed one takes rates, weight decay, ... from FILE.
     """
     def factor(step):  # warm-up over a fifth of the steps, then decay to 0
         return min(1, (step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps))
@@ -257,7 +262,7 @@ def train_step(args, step, ddp_model, optimizer, scheduler, batches, sums):
         batch = next(batches)
         # DDP: other random numbers for each part. A resumed run draws the same
         seed_all(args.seed, step, part)
-        # DDP: exchange gradients once, in the backward() of the last part
+        # DDP: as no_sync() does: exchange gradients once, in the backward() of the last part
         ddp_model.require_backward_grad_sync = part + world_size >= args.parts
         # DDP: call ddp_model, never the model in it: otherwise no gradients are averaged
         loss, counts = loss_and_counts(args, ddp_model, *batch)
@@ -296,9 +301,10 @@ def train(args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seed_all(args.seed)  # DDP: all processes draw the same data and weights
     train_set, val_set = load_data(args)
-    if not world_size <= args.global_batch <= len(train_set):
+    if not world_size <= args.global_batch <= len(train_set):  # DDP: each process needs a share
         sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
                  f"(processes) and at most {len(train_set)} (training images)")
+    # What a resumed run may not change (args.parts may). DDP: it must be equal in all processes
     run = describe_run(args, len(train_set))
     # DDP: a batch has the same number of parts for each process, of at most --batch-size images
     parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
@@ -331,10 +337,10 @@ def train(args):
     signals = collect_signals()
     step = progress["step"]
     timer = Timer(args, steps, step)
-    parts = own_parts(args, len(train_set), step)  # DDP: those that this process computes
-    loader = build_loader(args, SeededBatches(train_set), sampler=parts, batch_size=None)
-    # iter() starts the loader's processes, for all epochs: in a step, gloo's threads could stop them
-    batches = timer.on_device(iter(loader), device)
+    sampler = own_parts(args, len(train_set), step)  # DDP: the parts that this process computes
+    loader = build_loader(args, SeededBatches(train_set), sampler=sampler, batch_size=None)
+    # iter() starts the loader's processes, once: beside a step, threads of gloo could block them
+    batches = on_device(timer.timed(iter(loader)), device)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DDP: each image once
     val_loader = build_loader(args, val_share, batch_size=args.batch_size)
     save_time = time.monotonic() + 60 * args.save_every
@@ -368,16 +374,18 @@ def train(args):
 
         results = sums.results()  # {} if resumed at the end of the epoch
         seconds = time.perf_counter() - start
-        results.update(evaluate(args, model, on_device(val_loader, device)))
+        val_results = evaluate(args, model, on_device(val_loader, device))
+        results.update(val_results)
         speed = (step - first_step) * args.global_batch / seconds
         log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
             f"{speed:,.0f} images/s")
-        score = results.get("val_accuracy", -math.inf)  # or -results["val_loss"]: higher is better
+        # FILE.best has the weights of the highest score. For a loss: -val_results["val_loss"]
+        score = val_results["val_accuracy"] if val_results else -math.inf
         if score > progress["best_score"]:
             progress["best_score"] = score  # in the next checkpoint
             if rank == 0 and args.checkpoint:
                 save(model.state_dict(), f"{args.checkpoint}.best")
-    close_group()
+    close_group()  # DDP: waits for all processes
 
 
 # ---- You need not read the rest to use or edit this file: it loads, connects and saves. ----
@@ -455,13 +463,13 @@ class Timer:
         self.args, self.steps, self.first_step = args, steps, step + 1
         self.wait = 0.0
 
-    def on_device(self, batches, device):
-        """Yield the batches on the device, and add up the seconds of waiting for them."""
+    def timed(self, batches):
+        """Yield the batches, and add up the seconds of waiting for them."""
         while True:
             before = time.monotonic()
             batch = next(batches)
             self.wait += time.monotonic() - before
-            yield [tensor.to(device, non_blocking=True) for tensor in batch]
+            yield batch
 
     def log(self, epoch, step, sums):
         """Print rank 0's loss in this epoch, the speed since the first step, and the time left."""
@@ -558,14 +566,20 @@ def load_checkpoint(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
-        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+        sys.exit(f"error: --checkpoint {path} is not a checkpoint of this script (does it hold "
+                 "weights only, or come from an older version?)")
     return checkpoint
 
 
 def describe_run(args, samples):
     """Return what a resumed run may not change: flags and number of training samples, as text."""
     run = {**vars(args), "training_samples": samples}
-    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    run = {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, run)
+    if any(others != run for others in of_ranks):  # for example, a file is missing on one machine
+        sys.exit(f"error: the processes have different data: rank {dist.get_rank()} has {run}")
+    return run
 
 
 def resume(checkpoint, run, saved, progress):

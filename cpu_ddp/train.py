@@ -10,9 +10,10 @@ this whole file. All begin with the same weights, and each computes the gradient
 every batch. backward() averages the gradients of all processes, so all make the same step, and
 their weights stay equal. The number of a process, from 0, is its rank.
 
-The lines that a script for one process does not have are marked with "DDP:". They connect the
-processes, take a share of each batch, call the model through DDP, add up what is logged, and save
-on one process. A step has --global-batch samples on any number of processes, with equal losses.
+Down to train(), what a script for one process does not have is marked with "DDP:". These lines
+connect the processes, take a share of each batch, call the model through DDP, add up what is
+logged, and save on one process. A step has --global-batch samples on any number of processes, and
+the losses are equal up to rounding.
 
 With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
 a power cut, the same command continues after the last saved epoch, on any number of processes.
@@ -110,14 +111,15 @@ def train(args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)  # DDP: all processes draw the same data and weights
     inputs, targets = load_data(args)
-    if not world_size <= args.global_batch <= len(inputs):
+    if not world_size <= args.global_batch <= len(inputs):  # DDP: each process needs a share
         sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
                  f"(processes) and at most {len(inputs)} (samples)")
     model = build_model(args)
     optimizer = build_optimizer(args, model)
-    # A checkpoint has the states of these objects, and this number. Add what else a resumed run needs
+    # A checkpoint has the states of these objects, and this number
     saved = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 0}
+    # What a resumed run may not change. DDP: it must be equal in all processes
     run = describe_run(args, len(inputs))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
@@ -133,12 +135,12 @@ def train(args):
         torch.manual_seed(hash((args.seed, epoch, rank)))
         loss = train_epoch(args, ddp_model, optimizer, inputs, targets, epoch)
         log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}")
-        check_model(model)
+        check_model(model)  # DDP: they must be equal in all processes
         progress["epoch"] = epoch + 1
         if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one process saves
             states = {name: item.state_dict() for name, item in saved.items()}
             save({**states, "progress": progress, "run": run}, args.checkpoint)
-    close_group()
+    close_group()  # DDP: waits for all processes
 
 
 # ---- You need not read the rest: it connects, saves and resumes. ----
@@ -168,14 +170,20 @@ def load_checkpoint(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
-        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+        sys.exit(f"error: --checkpoint {path} is not a checkpoint of this script (does it hold "
+                 "weights only, or come from an older version?)")
     return checkpoint
 
 
 def describe_run(args, samples):
     """Return what a resumed run may not change: flags and number of training samples, as text."""
     run = {**vars(args), "training_samples": samples}
-    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    run = {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, run)
+    if any(others != run for others in of_ranks):  # for example, a file is missing on one machine
+        sys.exit(f"error: the processes have different data: rank {dist.get_rank()} has {run}")
+    return run
 
 
 def resume(checkpoint, run, saved, progress):

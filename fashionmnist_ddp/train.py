@@ -9,8 +9,8 @@ r"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP): the images 
 Type the last command on each of two machines; HOST is the name of one of them. Each process runs
 this whole file. All begin with the same weights, and each computes the gradient of its share of
 every batch. backward() averages the gradients of all processes, so all make the same step, and
-their weights stay equal. The number of a process, from 0, is its rank. The lines that a script for
-one process does not have are marked with "DDP:".
+their weights stay equal. The number of a process, from 0, is its rank. Down to train(), what a
+script for one process does not have is marked with "DDP:".
 
 A step has --global-batch images on any number of processes, so --lr need not change. To keep many
 GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the batch).
@@ -18,18 +18,19 @@ GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the
 With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
 a power cut, the same command continues after the last saved epoch, on any number of processes.
 FILE.best has the weights of the epoch with the best validation result:
-model.load_state_dict(torch.load("FILE.best")). If an epoch takes long, copy cifar10_ddp/train.py,
-which saves within epochs, too.
+model.load_state_dict(torch.load("FILE.best", map_location="cpu")). If an epoch takes long, copy
+cifar10_ddp/train.py, which saves within epochs, too.
 
-A job script for one node with four GPUs. The job comes back after its time limit, after a
-preemption and after the loss of the node. FILE (here run.pt) must be on a disk of all nodes:
+A job script for one node with four GPUs. Once it has saved, the job comes back after its time
+limit, a preemption or the loss of the node. FILE (run.pt) must be on a disk that all nodes share:
 
     #!/bin/bash
     #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
     #SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
     before=$(stat -c %y run.pt 2>&1)
     srun --cpus-per-task=32 python train.py --checkpoint run.pt && exit
-    # Come back if the job has saved since it started. If not, the failure would occur again
+    # The processes end a minute before the job (TERM@60): time to put it back into the queue, if it
+    # has saved since it started. If it has not, the failure would occur again
     [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
     exit 1
 
@@ -75,7 +76,8 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. Another value of any other flag is an error
+# Flags that may change when a run is resumed. Another value of any other flag is an error, as of
+# --epochs, which would change the learning rates: to train longer, start a new run from FILE.best
 MAY_CHANGE = ("bf16", "nproc", "data_dir", "checkpoint", "timeout")
 
 
@@ -91,8 +93,10 @@ def load_data(args):
 
     They may be any tensors of N samples each, and must fit into the memory of each GPU.
 
-    DDP: all processes must return the same samples in the same order. torch is seeded; seed numpy
-    and random, and sort what os.listdir() or a set returns.
+    The data set has no validation set, so its test set is taken: its best epoch is a bit too good.
+
+    DDP: all processes must return the same samples in the same order. torch is seeded: also seed
+    numpy and random, if you use them, and sort what os.listdir() or a set returns.
     """
     if args.fake_data:
         return fake_images(args.fake_data, (1, 28, 28), args.seed)
@@ -128,7 +132,7 @@ def build_model(args):
 def build_optimizer(args, model, steps):
     """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-    A resumed run continues with the saved states of both: an edit here needs a new run.
+    After an edit here, start a new run: a resumed one takes rates, weight decay, ... from FILE.
     """
     def factor(step):  # warm-up over a fifth of the steps, then decay to 0
         return min(1, (step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps))
@@ -226,7 +230,7 @@ def train(args):
     torch.manual_seed(args.seed)  # DDP: all processes draw the same data and weights
     train_set, val_set = load_data(args)
     samples = len(train_set[0])
-    if not world_size <= args.global_batch <= samples:
+    if not world_size <= args.global_batch <= samples:  # DDP: each process needs a share
         sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
                  f"(processes) and at most {samples} (training samples)")
     train_set = [tensor.to(device) for tensor in train_set]  # all samples, on each GPU
@@ -241,6 +245,7 @@ def train(args):
     # needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = {"epoch": 0, "best_score": -math.inf}
+    # What a resumed run may not change. DDP: it must be equal in all processes
     run = describe_run(args, samples)
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
@@ -259,14 +264,16 @@ def train(args):
         results = train_epoch(args, ddp_model, optimizer, scheduler,
                               own_batches(args, train_set, epoch))
         seconds = time.perf_counter() - start
-        results.update(evaluate(args, model, own_batches(args, val_set)))
+        val_results = evaluate(args, model, own_batches(args, val_set))
+        results.update(val_results)
         speed = steps_per_epoch * args.global_batch / seconds
         log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
             f"{speed:,.0f} images/s")
 
-        check_model(model)
+        check_model(model)  # DDP: they must be equal in all processes
         progress["epoch"] = epoch + 1
-        score = results.get("val_accuracy", -math.inf)  # or -results["val_loss"]: higher is better
+        # FILE.best has the weights of the highest score. For a loss: -val_results["val_loss"]
+        score = val_results["val_accuracy"] if val_results else -math.inf
         is_best = score > progress["best_score"]
         if is_best:
             progress["best_score"] = score
@@ -275,7 +282,7 @@ def train(args):
                 save(model.state_dict(), f"{args.checkpoint}.best")
             states = {name: item.state_dict() for name, item in saved.items()}
             save({**states, "progress": progress, "run": run}, args.checkpoint)
-    close_group()
+    close_group()  # DDP: waits for all processes
 
 
 # ---- You need not read the rest to use or edit this file: it starts, connects and saves. ----
@@ -386,14 +393,20 @@ def load_checkpoint(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
-        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+        sys.exit(f"error: --checkpoint {path} is not a checkpoint of this script (does it hold "
+                 "weights only, or come from an older version?)")
     return checkpoint
 
 
 def describe_run(args, samples):
     """Return what a resumed run may not change: flags and number of training samples, as text."""
     run = {**vars(args), "training_samples": samples}
-    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    run = {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, run)
+    if any(others != run for others in of_ranks):  # for example, a file is missing on one machine
+        sys.exit(f"error: the processes have different data: rank {dist.get_rank()} has {run}")
+    return run
 
 
 def resume(checkpoint, run, saved, progress):

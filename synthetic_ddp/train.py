@@ -8,8 +8,8 @@ r"""The script to copy first: train a model with DistributedDataParallel (DDP), 
 Type the third command on each of two machines; HOST is the name of one of them. Each process runs
 this whole file. All begin with the same weights, and each computes the gradient of its share of
 every batch. backward() averages the gradients of all processes, so all make the same step, and
-their weights stay equal. The number of a process, from 0, is its rank. The lines that a script for
-one process does not have are marked with "DDP:".
+their weights stay equal. The number of a process, from 0, is its rank. Down to train(), what a
+script for one process does not have is marked with "DDP:".
 
 A step has --global-batch samples on any number of processes, so --lr need not change. To keep many
 GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the batch).
@@ -17,11 +17,11 @@ GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the
 With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
 a power cut, the same command continues after the last saved epoch, on any number of processes that
 divides the global batch. FILE.best has the weights of the epoch with the best validation result:
-model.load_state_dict(torch.load("FILE.best")). If an epoch takes long, copy cifar10_ddp/train.py,
-which saves within epochs, too.
+model.load_state_dict(torch.load("FILE.best", map_location="cpu")). If an epoch takes long, copy
+cifar10_ddp/train.py, which saves within epochs, too.
 
-A job script for two nodes with four GPUs each. The job comes back after its time limit, after a
-preemption and after the loss of a node. FILE (here run.pt) must be on a disk that all nodes share:
+A job script for two nodes with four GPUs each. Once it has saved, the job comes back after its time
+limit, a preemption or the loss of a node. FILE (run.pt) must be on a disk that all nodes share:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
@@ -30,7 +30,8 @@ preemption and after the loss of a node. FILE (here run.pt) must be on a disk th
     srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
         --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
         train.py --checkpoint run.pt && exit
-    # Come back if the job has saved since it started. If not, the failure would occur again
+    # The processes end a minute before the job (TERM@60): time to put it back into the queue, if it
+    # has saved since it started. If it has not, the failure would occur again
     [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
     exit 1
 
@@ -60,7 +61,7 @@ def parse_args(flags=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
     parser.add_argument("--global-batch", type=int, default=96,
-                        help="samples in a step, over all processes")
+                        help="samples in a step, over all processes: a multiple of their number")
     parser.add_argument("--lr", type=float, default=0.01, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
@@ -72,7 +73,8 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. Another value of any other flag is an error
+# Flags that may change when a run is resumed. Another value of any other flag is an error, as of
+# --epochs, which would change the learning rates: to train longer, start a new run from FILE.best
 MAY_CHANGE = ("bf16", "workers", "checkpoint", "timeout")
 
 
@@ -81,8 +83,9 @@ def load_data(args):
 
     The label says which of three linear functions of the input is the largest.
 
-    DDP: all processes must return the same samples in the same order. torch is seeded; seed numpy
-    and random, and sort what os.listdir() or a set returns. Download files before: all call this.
+    DDP: all processes must return the same samples in the same order. torch is seeded: also seed
+    numpy and random, if you use them, and sort what os.listdir() or a set returns. Download files
+    before: all processes call this.
     """
     inputs = torch.randn(args.samples, 10)
     labels = F.linear(inputs, torch.randn(3, 10)).argmax(1)
@@ -94,10 +97,10 @@ def load_data(args):
 def build_loaders(args, train_set, val_set):
     """Return DataLoaders of this process's shares of the training set and the validation set."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if args.global_batch % world_size or not 0 < args.global_batch <= len(train_set):
-        lower = args.global_batch // world_size * world_size
+    if not world_size <= args.global_batch <= len(train_set) or args.global_batch % world_size:
+        lower = min(args.global_batch, len(train_set) - world_size) // world_size * world_size
         sys.exit(f"error: --global-batch {args.global_batch} must be a multiple of {world_size} "
-                 f"(processes), for example {lower or world_size} or {lower + world_size}, and at "
+                 f"(processes), such as {max(lower, world_size)} or {lower + world_size}, and at "
                  f"most {len(train_set)} (training samples)")
     options = {"batch_size": args.global_batch // world_size, **loader_options(args)}
     # DDP: shuffles the samples. Of their order, rank 1 of 4 takes the samples 1, 5, 9, ... (The
@@ -117,7 +120,7 @@ def build_model(args):
 def build_optimizer(args, model, steps):
     """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-    A resumed run continues with the saved states of both: an edit here needs a new run.
+    After an edit here, start a new run: a resumed one takes rates, weight decay, ... from FILE.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -192,6 +195,7 @@ def train(args):
     # needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = {"epoch": 0, "best_score": -math.inf}
+    # What a resumed run may not change. DDP: it must be equal in all processes
     run = describe_run(args, len(train_set))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
@@ -211,14 +215,16 @@ def train(args):
         results = train_epoch(args, ddp_model, optimizer, scheduler,
                               on_device(train_loader, device))
         seconds = time.perf_counter() - start
-        results.update(evaluate(args, model, on_device(val_loader, device)))
+        val_results = evaluate(args, model, on_device(val_loader, device))
+        results.update(val_results)
         speed = len(train_loader) * args.global_batch / seconds
         log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
             f"{speed:,.0f} samples/s")
 
-        check_model(model)
+        check_model(model)  # DDP: they must be equal in all processes
         progress["epoch"] = epoch + 1
-        score = results.get("val_accuracy", -math.inf)  # or -results["val_loss"]: higher is better
+        # FILE.best has the weights of the highest score. For a loss: -val_results["val_loss"]
+        score = val_results["val_accuracy"] if val_results else -math.inf
         is_best = score > progress["best_score"]
         if is_best:
             progress["best_score"] = score
@@ -227,7 +233,7 @@ def train(args):
                 save(model.state_dict(), f"{args.checkpoint}.best")
             states = {name: item.state_dict() for name, item in saved.items()}
             save({**states, "progress": progress, "run": run}, args.checkpoint)
-    close_group()
+    close_group()  # DDP: waits for all processes
 
 
 # ---- You need not read the rest to use or edit this file: it adds up, connects and saves. ----
@@ -322,14 +328,20 @@ def load_checkpoint(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
-        sys.exit(f"error: --checkpoint {path} has no state of a run. (FILE.best has weights only)")
+        sys.exit(f"error: --checkpoint {path} is not a checkpoint of this script (does it hold "
+                 "weights only, or come from an older version?)")
     return checkpoint
 
 
 def describe_run(args, samples):
     """Return what a resumed run may not change: flags and number of training samples, as text."""
     run = {**vars(args), "training_samples": samples}
-    return {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    run = {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, run)
+    if any(others != run for others in of_ranks):  # for example, a file is missing on one machine
+        sys.exit(f"error: the processes have different data: rank {dist.get_rank()} has {run}")
+    return run
 
 
 def resume(checkpoint, run, saved, progress):

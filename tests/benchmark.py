@@ -2,6 +2,7 @@
 
     python tests/benchmark.py
     python tests/benchmark.py --only mnist_dp --bf16      # on GPUs: some 2 minutes for each
+    python tests/benchmark.py --only mlp loader           # what a step, and an image, costs a CPU
 
 Three programs train the same model on generated data, with the same batch size, processes, threads:
     script    train.py as it is;
@@ -10,25 +11,33 @@ Three programs train the same model on generated data, with the same batch size,
 They run in turn. A ratio is the median of the ratios of each round, so that what else the machine
 does affects it little. Speeds are without start, first step, evaluation and saving.
 
+mlp is a step of a small model (20, 64, 3; batch 64; one process on the CPU): a copy of
+fashionmnist_ddp beside a plain loop that does the same work. loader is the CPU time that a loader
+process of cifar10_ddp takes for a CIFAR-10 image.
+
 It is a tool, and no test: it is run by hand, and nothing depends on its numbers but pages.
 """
 import argparse
 import itertools
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from copies import make_copy
 from launchers import free_port
 from scripts import ROOT, load_script
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, transforms
 
 BATCH_SIZES = {"mnist_dp": 128, "cifar10_ddp": 128, "fashionmnist_ddp": 64}
@@ -40,18 +49,13 @@ CORES = len(os.sched_getaffinity(0))
 
 
 # --- the other programs, each in a process of its own ---
-def build_model(script, module, args, device, global_batch):
+def build_model(script, module, args, device):
     """Return the script's model and optimizer."""
-    if script == "cifar10_ddp":
-        model = module.build_model(args, 10)
-    elif script == "fashionmnist_ddp":
-        model = module.build_model(args)
-    else:
-        model = module.CNN(args.bf16)
-    model.to(device, memory_format=torch.channels_last)
-    if script == "cifar10_ddp":
-        return model, module.build_optimizer(args, model, global_batch)
-    return model, torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    if script == "mnist_dp":
+        model = module.CNN(args.bf16).to(device, memory_format=torch.channels_last)
+        return model, torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    model = module.build_model(args).to(device)
+    return model, module.build_optimizer(args, model, 1000)[0]
 
 
 def tutorial_dataset(script, inputs, targets):
@@ -88,7 +92,7 @@ def tutorial_steps(script, model, data, args, rank, nproc, device):
         dist.init_process_group("nccl" if GPUS else "gloo")
         sampler = DistributedSampler(dataset, nproc, rank)
         model = DistributedDataParallel(model, [rank] if GPUS else None)
-    for x, y in DataLoader(dataset, args.batch_size, shuffle=sampler is None, sampler=sampler,
+    for x, y in DataLoader(dataset, BATCH_SIZES[script], shuffle=sampler is None, sampler=sampler,
                            num_workers=LOADER_WORKERS[script], pin_memory=bool(GPUS)):
         x = x.to(device, non_blocking=True)
         y = y.to(device, non_blocking=True)
@@ -106,14 +110,10 @@ def tutorial_steps(script, model, data, args, rank, nproc, device):
 
 def compute_steps(script, module, model, optimizer, data, args, device):
     """Make the script's steps on one batch in memory; yield after every step."""
-    x, y = (tensor[:args.batch_size].to(device) for tensor in data[:2])
+    x, y = (tensor[:BATCH_SIZES[script]].to(device) for tensor in data[:2])
     while True:
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            if script == "mnist_dp":  # which returns a sum
-                loss = module.loss_and_correct(model, x, y)[0] / len(x)
-            else:
-                loss, _ = module.loss_and_counts(args, model, x, y)
+        loss, _ = module.loss_and_counts(args, model, x, y)
         loss.backward()
         optimizer.step()
         yield
@@ -134,14 +134,15 @@ def run_program(name, script, flags):
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
-    model, optimizer = build_model(script, module, args, device, args.batch_size * nproc)
     data, _ = module.load_data(args)
+    model, optimizer = build_model(script, module, args, device)
     if script == "cifar10_ddp":
         data = data.tensors
     steps = compute_steps(script, module, model, optimizer, data, args, device)
     if name == "tutorial":
         steps = tutorial_steps(script, model, data, args, rank, nproc, device)
-    count = len(data[0]) // (args.batch_size * nproc)
+    global_batch = BATCH_SIZES[script] * nproc
+    count = len(data[0]) // global_batch
     next(steps)
     start = time.perf_counter()
     for _ in itertools.islice(steps, count - 1):
@@ -150,30 +151,36 @@ def run_program(name, script, flags):
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     if rank == 0:
-        print(f"{(count - 1) * args.batch_size * nproc / seconds:,.0f} images/s", flush=True)
+        print(f"{(count - 1) * global_batch / seconds:,.0f} images/s", flush=True)
     os._exit(0)  # at once: without waiting for the tutorial's loader processes
 
 
 # --- the measurement ---
 def speed(program, nproc):
-    """Run a program (its path and arguments) to its end, and return its last images/s."""
+    """Run a program (its path and arguments) to its end, and return its last images/s.
+
+    Those of cifar10_ddp's lines within an epoch, which are without the first step.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--master-addr=localhost",
                 f"--master-port={free_port()}", f"--nproc-per-node={nproc}"]
     result = subprocess.run([*torchrun, *program], env={**os.environ, "PYTHONWARNINGS": "ignore"},
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         sys.exit(f"error: {program} has failed:\n{result.stdout}")
-    return float(re.findall(r"([\d,]+) images/s", result.stdout)[-1].replace(",", ""))
+    within = re.findall(r"([\d,]+) images/s  wait", result.stdout)
+    found = within or re.findall(r"([\d,]+) images/s", result.stdout)
+    return float(found[-1].replace(",", ""))
 
 
 def measure(script, nproc, args):
     """Return for each program a list of its speeds, one for each round."""
     samples = (GPU_STEPS if GPUS else STEPS)[script] * BATCH_SIZES[script] * nproc
-    flags = ["--fake-data", str(samples), "--batch-size", str(BATCH_SIZES[script])]
-    flags += ["--epochs", "2" if script == "mnist_dp" else "1"]
+    size = "--batch-size" if script == "mnist_dp" else "--global-batch"
+    flags = ["--fake-data", str(samples), size, str(BATCH_SIZES[script] * nproc)]
+    flags += ["--epochs", "1" if script == "cifar10_ddp" else "2"]
     if args.bf16:
         flags.append("--bf16")
-    log_flags = [] if script == "mnist_dp" else ["--log-every", "0.1"]
+    log_flags = ["--log-every", "0.1"] if script == "cifar10_ddp" else []
     programs = {"script": [ROOT / script / "train.py", *flags, *log_flags]}
     for name in ("tutorial", "compute"):
         programs[name] = [__file__, "--program", name, script, *flags]
@@ -182,6 +189,88 @@ def measure(script, nproc, args):
         for name, program in programs.items():
             speeds[name].append(speed(program, nproc))
     return speeds
+
+
+# --- a step of a small model, and an image of the loader ---
+MLP = """
+def load_data(args):
+    inputs = torch.randn(32000, 20)
+    labels = inputs[:, :3].argmax(1)
+    return (inputs, labels), (inputs[:640], labels[:640])
+
+
+def build_model(args):
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def loss_and_counts(args, model, inputs, labels):
+    logits = model(inputs)
+    return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).sum()
+"""
+
+
+def plain_loop(epochs=3):
+    """Train the small model of MLP in a loop of one's own. Return the us of a step."""
+    torch.manual_seed(0)
+    inputs = torch.randn(32000, 20)
+    labels = inputs[:, :3].argmax(1)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=True)
+    for _ in range(epochs):
+        start = time.perf_counter()
+        loss_sum = correct_sum = 0
+        for batch in torch.randperm(len(inputs)).split(64):
+            optimizer.zero_grad()
+            logits = model(inputs[batch])
+            loss = F.cross_entropy(logits, labels[batch])
+            loss.backward()
+            optimizer.step()
+            loss_sum += len(batch) * loss.detach()
+            correct_sum += (logits.argmax(1) == labels[batch]).sum()
+        float(loss_sum)
+        float(correct_sum)
+        microseconds = 1e6 * (time.perf_counter() - start) / (len(inputs) / 64)
+    return microseconds
+
+
+def measure_mlp(rounds):
+    """Print the us of a step in a copy of fashionmnist_ddp and in the plain loop, in turn."""
+    copied, plain = [], []
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = make_copy("fashionmnist_ddp", Path(folder) / "train.py", (None, MLP))
+        command = [sys.executable, copy, "--fake-data", "--global-batch", "64", "--epochs", "3"]
+        for _ in range(rounds):
+            text = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+            speed = re.findall(r"([\d,]+) images/s", text.stdout)[-1]
+            copied.append(64e6 / float(speed.replace(",", "")))
+            text = subprocess.run([sys.executable, __file__, "--program", "plain"], env=env,
+                                  check=True, capture_output=True, text=True)
+            plain.append(float(text.stdout))
+    ratios = [one / other for one, other in zip(copied, plain)]
+    print(f"| mlp, 1 x 64 | {show(copied, 0)} us a step, plain loop {show(plain, 0)} us | "
+          f"{show(ratios, 2)} times the plain loop | |", flush=True)
+
+
+def measure_loader(rounds):
+    """Print the CPU time of a loader process of cifar10_ddp for an image of CIFAR-10."""
+    module = load_script("cifar10_ddp")
+    images = torch.zeros(50000, 3, 32, 32, dtype=torch.uint8)
+    batches = module.SeededBatches(TensorDataset(images, torch.zeros(50000, dtype=torch.long)))
+    args = module.parse_args(["--fake-data", "--workers", "1"])
+
+    def seconds(count):
+        parts = [(0, step, 0, torch.randperm(50000)[:128].tolist()) for step in range(count)]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        loader = module.build_loader(args, batches, sampler=parts, batch_size=None)
+        for _ in loader:
+            pass
+        del loader
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    times = [1e6 * (seconds(420) - seconds(20)) / (400 * 128) for _ in range(rounds)]
+    print(f"| loader of cifar10_ddp | {show(times, 1)} us of CPU an image | | |", flush=True)
 
 
 def show(values, digits):
@@ -193,7 +282,8 @@ def show(values, digits):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS))
+    choices = [*STEPS, "mlp", "loader"]
+    parser.add_argument("--only", nargs="+", choices=choices, default=choices)
     parser.add_argument("--rounds", type=int, default=1 if GPUS else 5,
                         help="runs of each program")
     parser.add_argument("--nproc", type=int, default=GPUS or 2, help="processes")
@@ -203,7 +293,7 @@ def main():
           f"(least to most){' | bfloat16' if args.bf16 else ''}\n\n"
           "| script, processes x batch size | images/s | times tutorial | times compute |\n"
           "|---|---|---|---|", flush=True)
-    for script in args.only:
+    for script in [name for name in args.only if name in STEPS]:
         nproc = 1 if script == "mnist_dp" else args.nproc
         speeds = measure(script, nproc, args)
         cells = [f"{script}, {nproc} x {BATCH_SIZES[script]}", show(speeds["script"], 0)]
@@ -211,9 +301,16 @@ def main():
             ratios = [one / other for one, other in zip(speeds["script"], speeds[name])]
             cells.append(show(ratios, 2))
         print(f"| {' | '.join(cells)} |", flush=True)
+    if "mlp" in args.only:
+        measure_mlp(args.rounds)
+    if "loader" in args.only:
+        measure_loader(args.rounds)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--program"]:
+    if sys.argv[1:3] == ["--program", "plain"]:
+        print(plain_loop())
+    elif sys.argv[1:2] == ["--program"]:
         run_program(sys.argv[2], sys.argv[3], sys.argv[4:])
-    main()
+    else:
+        main()

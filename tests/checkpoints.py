@@ -11,11 +11,9 @@ def load_checkpoint(path):
 
 
 def progress(path):
-    """Return the place that a checkpoint was saved at: "step 3", or "epoch 1" of a small script."""
-    checkpoint = load_checkpoint(path)
-    if "epochs_done" in checkpoint:
-        return f"epoch {checkpoint['epochs_done']}"
-    return f"step {checkpoint['step']}"
+    """Return the place that a checkpoint was saved at: its epoch, or its step."""
+    saved = load_checkpoint(path)["progress"]
+    return saved["epoch"] if "epoch" in saved else saved["step"]
 
 
 def difference(one, other):

@@ -1,7 +1,8 @@
-"""Options of the kill tests, what may be skipped, and what a machine could not run."""
+"""Markers, options, what may be skipped, and what a machine could not run."""
 
 import os
 import random
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -9,15 +10,39 @@ import launchers  # noqa: F401  finds the GPUs before they are hidden
 import pytest
 import torch
 
+MARKERS = {
+    "slow": "takes long: kills at random moments, launchers, real data",
+    "slurm": "starts a Slurm of several nodes on this machine, or several machines",
+    "pods": "runs the pods of a Kubernetes manifest",
+    "images": "builds an image or starts it",
+    "gpu": "requires a GPU",
+}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all but test_gpu.py runs on the CPU
 torch.set_num_threads(1)  # two threads that wait for each other are slow on a busy machine
 
 
 def pytest_addoption(parser):
-    parser.addoption("--chaos-kills", type=int, default=12, metavar="N",
-                     help="kills of the kill tests, in all")
-    parser.addoption("--chaos-seed", type=int, default=random.randrange(10**6), metavar="N",
+    parser.addoption("--kills", type=int, default=12, metavar="N",
+                     help="kills at random moments, in all")
+    parser.addoption("--kill-seed", type=int, default=random.randrange(10**6), metavar="N",
                      help="seed of their choices")
+
+
+def pytest_configure(config):
+    """Declare the markers. A marker, or a word of -m, that is none of them is an error."""
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    unknown = set(re.findall(r"\w+", config.option.markexpr)) - {"and", "or", "not", *MARKERS}
+    if unknown:
+        raise pytest.UsageError(f"unknown markers {sorted(unknown)}: they are {sorted(MARKERS)}")
+
+
+def pytest_collection_modifyitems(items):
+    """A marker of a test is one of MARKERS, too."""
+    own = {"parametrize", "skipif", "usefixtures", *MARKERS}
+    unknown = {mark.name for item in items for mark in item.iter_markers()} - own
+    if unknown:
+        raise pytest.UsageError(f"tests have unknown markers: {sorted(unknown)}")
 
 
 @pytest.hookimpl(hookwrapper=True)

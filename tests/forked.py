@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoints import progress
+import torch
 from launchers import clean_environment, free_port
 from scripts import load_script
 from torch.multiprocessing.spawn import ProcessException
@@ -110,33 +110,29 @@ def train_to_end(script, *flags, nproc=1, **options):
     return end
 
 
-def train_until(script, *flags, nproc, after, setup=lambda module, rank: None):
-    """Train until a signal stops the run after this step, or the one before. Return the step.
-
-    A small script stops at the end of the epoch: its number is returned. The last flag is the
-    checkpoint.
-    """
-    def setup_and_stop(module, rank):
-        setup(module, rank)
-        module.CHECK_EVERY = 1
-        if rank == 0:
-            signal_after(after - 1)
-
-    end = train_forked(script, *flags, nproc=nproc, setup=setup_and_stop)
-    assert Path(flags[-1]).exists(), (
-        f"a signal before step {after} must stop and save: {end.statuses}\n{end.text}")
-    kind, number = progress(flags[-1]).split()
-    if kind == "epoch":
-        return int(number)
-    step = int(number)
-    assert after - 1 <= step <= after, (
-        f"a signal before step {after} has stopped the run after step {step}\n{end.text}")
-    return step
+def train_and_kill(script, *flags, setup, **options):
+    """Run a script's main() until setup's replacements kill it: it may not end by itself."""
+    end = train_forked(script, *flags, setup=setup, **options)
+    assert "SIGKILL" in str(end.statuses), (
+        f"{script} with {flags} must have been killed, and ends with {end.statuses}\n{end.text}")
+    return end
 
 
-def signal_after(number, signum=signal.SIGTERM):
+def kill_after(number, signum=signal.SIGKILL):
     """Let this process get a signal when it has computed so many steps: at least 1."""
     at_step(lambda count: count == number and os.kill(os.getpid(), signum))
+
+
+def kill_at_call(place, name, number):
+    """Let this process be killed when it calls a function of an object for the number-th time."""
+    calls = []
+
+    def count(*_):
+        calls.append(True)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch(place, name, count)
 
 
 def at_step(function):

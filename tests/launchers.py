@@ -25,7 +25,7 @@ LAUNCHER_VARIABLES = re.compile(
     r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP|OMPI|PMI|PMIX)_|RANK$|WORLD_SIZE$")
 SRUN = """
 for ((rank = 0; rank < SLURM_STEP_NUM_TASKS; rank++)); do
-    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$SLURM_STEP_NUM_TASKS "$@" &
     pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid" || exit; done
@@ -49,6 +49,19 @@ def clean_environment(**extra):
                OMP_WAIT_POLICY="passive")  # threads that spin take the cores of other tests
     env.update((name, str(value)) for name, value in extra.items())
     return env
+
+
+def read(path):
+    """Return the bytes of a file of /proc, none if the process has ended."""
+    with contextlib.suppress(OSError):
+        return Path(path).read_bytes()
+    return b""
+
+
+def parent_of(pid):
+    """Return the parent of a process, 0 if it has ended."""
+    fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
 
 
 class Result(NamedTuple):
@@ -80,13 +93,14 @@ class Job:
         return found
 
     def workers(self):
-        """Return the living processes of the script that the launcher has started."""
-        found = []
-        for pid in set(self.pids()) - {self.launcher.pid}:
-            with contextlib.suppress(OSError):  # it has ended
-                if re.search(rb"spawn_main|\.py\0", Path(f"/proc/{pid}/cmdline").read_bytes()):
-                    found.append(pid)
-        return found
+        """Return the training processes that the launcher has started: none under python."""
+        return [pid for pid in self.pids() if parent_of(pid) == self.launcher.pid
+                and re.search(rb"spawn_main|\.py\0", read(f"/proc/{pid}/cmdline"))]
+
+    def loaders(self):
+        """Return the loader processes of all training processes."""
+        training = self.workers() or [self.launcher.pid]
+        return [pid for pid in self.pids() if parent_of(pid) in training]
 
     def send(self, signum):
         """Send a signal to the launcher."""
@@ -140,7 +154,7 @@ def start(script, *flags, launcher="python", nproc=1, cwd=None, env=None):
     """Start a script (a name of SCRIPTS, or a path). Return the Job, for a `with` statement.
 
     launcher: "python", "spawn" (python with --nproc), "torchrun" or "srun" (nproc processes
-    with the variables of a Slurm step).
+    with the variables of a Slurm step, and those that an sbatch file sets for each task).
     """
     command = [sys.executable, script_path(script)]
     env = clean_environment(**(env or {}))
@@ -153,7 +167,7 @@ def start(script, *flags, launcher="python", nproc=1, cwd=None, env=None):
     elif launcher == "srun":
         command[:0] = ["bash", "-c", SRUN, "srun"]
         env.update(SLURM_JOB_ID="4711", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(nproc),
-                   SLURM_STEP_NODELIST="localhost", MASTER_PORT=str(port))
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return Job([*command, *flags], env, cwd)
 
 

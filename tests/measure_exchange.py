@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT-0
-"""Measure how long the processes take to average gradients: the communication overhead of DDP.
+r"""Measure how long the processes take to average gradients: the communication overhead of DDP.
 
     python tests/measure_exchange.py --model resnet50         # one GPU, or the CPU
     torchrun --standalone --nproc-per-node=4 tests/measure_exchange.py --model resnet50
-    srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 python tests/measure_exchange.py
+    srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 torchrun --nnodes=2 --nproc-per-node=4 \
+        --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 tests/measure_exchange.py
 
 It times training steps of a classifier of torchvision on random images, with and without the
 exchange of gradients, in turn. The overhead is the part of a step that the exchange adds.
@@ -39,7 +40,8 @@ def parse_args(flags=None):
 
 @record
 def main():
-    args, _, world_size, device, _ = script.form_group(parse_args())
+    args, device, _ = script.form_group(parse_args())
+    world_size = dist.get_world_size()
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     model = models.get_model(args.model).to(device, memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""The scripts, and how the tests run them: a new script is added here."""
+"""The scripts: a row of one table for each. tests/README.md says how one is added."""
 
 import importlib.util
 import re
@@ -10,63 +10,65 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Script(NamedTuple):
-    """How the tests run a script."""
-    learn: tuple[str, ...]  # flags that are enough to learn in one epoch, with batch_size
-    batch_size: int  # for that: of each process; of the only process where there is one
-    least_accuracy: float  # on the test set, after that
-    smoke_runs: tuple[tuple[str, int], ...]  # of the smoke test: launcher, number of processes
-    data_flag: str = "--fake-data"  # takes the number of generated samples
+    """What the tests know about a script."""
+    learn: tuple  # flags with which it learns in one epoch, on the CPU, within a few seconds
+    learned: tuple[str, float]  # a name in the log, and what it is at least (a loss: at most) then
+    header: str  # what the first line then begins with; {nproc}: processes
+    starts: tuple[tuple[str, int], ...]  # how the smoke test starts it: launcher, processes
+    saves: str = "epoch"  # what it resumes after: an "epoch", any "step", or "" (it does not save)
+    best: bool = True  # whether it has validation samples, and saves the best weights
     several_processes: bool = True
-    has_test_set: bool = True
-    saves: str = "step"  # saves, stops by signals and resumes after any step, or after an "epoch"
-    no_children: tuple[str, ...] = ()  # flags with which it starts no processes of its own
+    any_number: bool = True  # of processes. False: the number must divide --global-batch
+    data_flag: str = "--fake-data"  # takes the number of generated training samples
+    no_children: tuple = ()  # flags with which it starts no loader processes
 
 
 SCRIPTS = {
     "cpu_ddp": Script(
-        learn=("--lr", "0.05"),
-        batch_size=16,
-        least_accuracy=0.0,  # it is a regression: test_smoke.py reads its loss
-        smoke_runs=(("python", 1), ("torchrun", 2)),
+        learn=("--lr", 0.05, "--global-batch", 16),
+        learned=("loss", 2.0),  # without training: about 20
+        header="world size {nproc} | global batch 16 ",
+        starts=(("python", 1), ("torchrun", 2)),
+        best=False,
         data_flag="--samples",
-        has_test_set=False,
-        saves="epoch",
     ),
     "mnist_dp": Script(
-        learn=("--fake-data", "--lr", "2e-3"),
-        batch_size=16,
-        least_accuracy=0.7,
-        smoke_runs=(("python", 1),),
-        several_processes=False,
+        learn=("--fake-data", "--lr", 2e-3, "--batch-size", 16),
+        learned=("val_accuracy", 0.7),
+        header="GPUs none",
+        starts=(("python", 1),),
         saves="",
+        best=False,
+        several_processes=False,
     ),
     "cifar10_ddp": Script(
-        learn=("--fake-data", "384", "--lr", "0.3"),
-        batch_size=4,
-        least_accuracy=0.6,
-        smoke_runs=(("torchrun", 2),),
-        no_children=("--workers", "0"),
+        learn=("--fake-data", 384, "--lr", 1.0, "--global-batch", 12),
+        learned=("val_accuracy", 0.6),
+        header="world size {nproc} on cpu | resnet18 | global batch 12 ",
+        starts=(("torchrun", 2),),
+        saves="step",
+        no_children=("--workers", 0),
     ),
     "fashionmnist_ddp": Script(
-        learn=("--fake-data",),
-        batch_size=8,
-        least_accuracy=0.5,
-        smoke_runs=(("srun", 2), ("spawn", 2)),
+        learn=("--fake-data", "--global-batch", 16),
+        learned=("val_accuracy", 0.5),
+        header="world size {nproc} on cpu | global batch 16 ",
+        starts=(("srun", 2), ("spawn", 2)),
     ),
     "synthetic_ddp": Script(
-        learn=("--lr", "0.05"),
-        batch_size=16,
-        least_accuracy=0.85,
-        smoke_runs=(("torchrun", 2),),
+        learn=("--lr", 0.05, "--global-batch", 32),
+        learned=("val_accuracy", 0.85),
+        header="world size {nproc} on cpu | global batch 32 ",
+        starts=(("torchrun", 2),),
+        any_number=False,
         data_flag="--samples",
-        saves="epoch",
-        no_children=("--workers", "0"),
+        no_children=("--workers", 0),
     ),
 }
 DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.several_processes]
-CHECKPOINT_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves]
-STEP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves == "step"]
 EPOCH_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves == "epoch"]
+STEP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves == "step"]
+BEST_SCRIPTS = [name for name, script in SCRIPTS.items() if script.best]
 
 
 def script_path(script):

@@ -96,12 +96,14 @@ def in_image(*command):
     return lab.sh(*lab.PODMAN_RUN, "--network", "none", image, *command, timeout=180)
 
 
+@pytest.mark.images
 def test_the_image_holds_the_scripts_alone_and_a_user_who_has_a_home():
     output = in_image("sh", "-c", "id -u && touch ~/writable && find . -type f | sort")
     expected = ["1001", *sorted(f"./{script}/train.py" for script in SCRIPTS)]
     assert output.split() == expected, f"user and files are to be {expected}, see .dockerignore"
 
 
+@pytest.mark.images
 def test_the_image_trains_with_two_processes():
     output = in_image()
     assert "world size 2 " in output, f"the image is to start two processes:\n{output}"

@@ -15,6 +15,8 @@ import pytest
 from scripts import ROOT
 from slurm_lab import write_program
 
+pytestmark = pytest.mark.slow
+
 # No conda can be had here: this records its arguments and makes a venv that sees the home, too.
 CONDA = f"""
 echo "$*" >>"$0.calls"

@@ -9,6 +9,8 @@ import shutil
 import pytest
 from slurm_lab import INSTALL, Machine, Network, booted, reason_to_skip
 
+pytestmark = pytest.mark.slurm
+
 # PID 1 of the copy starts here. It has no configuration of Slurm, and nobody resolves its name.
 COPY = """set -e
 for folder in /run /tmp; do     # nspawn's own files

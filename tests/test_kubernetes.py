@@ -499,6 +499,7 @@ def running(request, tmp_path_factory):
 
 
 @needs_yq
+@pytest.mark.pods
 @pytest.mark.skipif(bool(lab.missing()), reason=lab.missing())
 @pytest.mark.parametrize("name", STORIES)
 def test_story(running, name):

@@ -1,4 +1,4 @@
-"""The loops on cpu_ddp's page and on README: on any number of processes, the weights of one."""
+"""The diffs on cpu_ddp's page: on any number of processes, the loop has the weights of one."""
 
 import re
 import subprocess
@@ -9,10 +9,9 @@ import torch
 from launchers import GPUS, run
 from scripts import ROOT
 
+pytestmark = pytest.mark.slow
 PAGE = (ROOT / "cpu_ddp" / "README.md").read_text()
 LISTING, LOADER = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-(FIRST_SCREEN,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(),
-                             re.MULTILINE | re.DOTALL)
 (PRINTED,) = re.findall(r"^```\n((?:epoch \d  loss .*\n)+)```$", PAGE, re.MULTILINE)
 
 
@@ -23,18 +22,19 @@ def side(diff, sign):
     return subprocess.check_output(command, input=diff, text=True)
 
 
-def loop_with_loader():
-    """Return the loop for several processes with the page's DataLoader in place of indices."""
-    code = side(LISTING, "+")
-    lines = re.search(r"^    for batch in .*?^        inputs, targets = .*?\n", code,
-                      re.MULTILINE | re.DOTALL)[0]
-    imports = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
-    for old, new in [(lines, side(LOADER, "+")),
-                     ("import torch\n", imports),
-                     ("model = nn", "data = TensorDataset(x, y)\nmodel = nn")]:
-        assert code.count(old) == 1, f"the loop has no line, or several:\n{old}\n{code}"
-        code = code.replace(old, new)
-    return code
+def with_loader(sign):
+    """Return one side of the loop, with the page's DataLoader in place of indices."""
+    code = side(LISTING, sign)
+    begin, rest = code.split("for epoch in range(5):\n")
+    end = rest[re.search(r"^(if rank|torch\.save)", rest, re.MULTILINE).start():]
+    imports = "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset\n"
+    model = "ddp_model" if sign == "+" else "model"
+    step = f"""\
+        optimizer.zero_grad()
+        F.mse_loss({model}(inputs), targets).backward()
+        optimizer.step()
+"""
+    return imports + begin + "data = TensorDataset(x, y)\n" + side(LOADER, sign) + step + end
 
 
 class Trained(NamedTuple):
@@ -71,13 +71,20 @@ def test_the_page_shows_what_the_loop_prints(single):
     assert single.losses == PRINTED.splitlines(), "the page's output is not that of the loop"
 
 
-@pytest.mark.parametrize("loader, nproc", [(False, 1), (False, 3), (True, 3)])
-def test_several_processes_train_as_one(tmp_path, single, loader, nproc):
-    code = loop_with_loader() if loader else side(LISTING, "+")
-    several = train(code, tmp_path / "ddp", launcher="torchrun", nproc=nproc)
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_several_processes_train_as_one(tmp_path, single, nproc):
+    several = train(side(LISTING, "+"), tmp_path / "ddp", launcher="torchrun", nproc=nproc)
     difference = several.difference(single)
     assert difference < 1e-6, f"on {nproc} processes, weights differ by {difference}"
     assert several.losses == single.losses, f"on {nproc} processes, other losses are printed"
+
+
+def test_with_a_dataloader_two_processes_train_as_one(tmp_path):
+    one, two = (train(with_loader("+"), tmp_path / str(nproc), launcher="torchrun", nproc=nproc)
+                for nproc in (1, 2))
+    difference = two.difference(one)
+    assert difference < 1e-6, f"on two processes, weights differ by {difference}"
+    train(with_loader("-"), tmp_path / "before")
 
 
 def test_without_ddp_each_process_trains_a_model_of_its_own(tmp_path):
@@ -98,42 +105,3 @@ def test_gpus_train_as_one_process(tmp_path, single):
     assert several.devices == {"cuda:0"}, f"rank 0 trains on {several.devices}"
     difference = several.difference(single)
     assert difference < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {difference}"
-
-
-# ---- README's first screen ----
-AROUND = """
-import os
-import time
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-torch.manual_seed(0)
-data = TensorDataset(torch.randn(300, 20), torch.randint(3, (300,)))
-epochs = 3
-
-
-def Model():
-    return nn.Linear(20, 3)
-
-
-"""
-TO_CPU = {'"nccl"': '"gloo"', "torch.cuda.set_device(": "int(", '"cuda"': '"cpu"',
-          "dist.destroy": "time.sleep(0.5)\ndist.destroy"}  # as on cpu_ddp's page: gloo needs it
-
-
-def test_the_diff_on_readme_trains_as_one_process_on_two(tmp_path):
-    """On CPUs. Without the last, incomplete batch, shares are equal."""
-    code = AROUND + side(FIRST_SCREEN, "+")
-    for old, new in TO_CPU.items():
-        assert old in code, f"README's diff has no {old}"
-        code = code.replace(old, new)
-    one, two = (train(code, tmp_path / str(nproc), launcher="torchrun", nproc=nproc)
-                for nproc in (1, 2))
-    difference = two.difference(one)
-    assert difference < 1e-6, f"on two processes, README's loop has weights {difference} apart"
-    before = AROUND + side(FIRST_SCREEN, "-").replace('"cuda"', '"cpu"')
-    train(before, tmp_path / "before", launcher="python", nproc=1)

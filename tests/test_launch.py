@@ -1,0 +1,313 @@
+"""Launchers: what a process reads, and how a run ends that is stopped, or of which one process is.
+
+Whatever happens, it ends with an error, within --timeout, and leaves no process.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from copies import make_copy
+from forked import at_step, train_forked, train_to_end
+from launchers import run, start, wait_until_gone
+from recorder import use_small_model
+from scripts import DDP_SCRIPTS, SCRIPTS, load_script, script_path
+from slurm_lab import Network, booted, reason_to_skip
+from torch.multiprocessing import ProcessExitedException, start_processes
+
+STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1"}
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+PREPARING = [script for script in DDP_SCRIPTS if hasattr(load_script(script), "prepare_data")]
+SPAWNING = [script for script in DDP_SCRIPTS if hasattr(load_script(script), "run_worker")]
+
+
+def flags_of(script, *more):
+    """Return flags for an epoch of 2 steps without loader processes."""
+    return [SCRIPTS[script].data_flag, 32, "--global-batch", 12, "--epochs", 1,
+            *SCRIPTS[script].no_children, *more]
+
+
+# ---- variables ----
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_step_of_several_tasks_without_ranks_is_an_error_line(script, tmp_path):
+    """Each task would be a run of its own, and all would write one file."""
+    def setup(module, rank):
+        os.environ.update(STEP)
+
+    path = tmp_path / "run.pt"
+    flags = flags_of(script, "--checkpoint", path, *["--nproc", 2] * (script in SPAWNING))
+    (status,) = train_forked(script, *flags, setup=setup).statuses
+    assert "error: " in str(status) and "RANK" in status, (
+        f"srun -n 4 python train.py of {script} must be an error line, not {status!r}")
+    assert not path.exists(), f"{script} has trained in one of 4 tasks without RANK"
+
+
+@pytest.mark.parametrize("variables", [ONE_TASK, {**STEP, **TORCHRUN}], ids=["one", "torchrun"])
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_step_of_one_task_and_torchrun_in_a_step_train(script, variables):
+    def setup(module, rank):
+        use_small_model(module)
+        os.environ.update(variables, MASTER_ADDR="127.0.0.1", MASTER_PORT="29401")
+
+    train_to_end(script, *flags_of(script), setup=setup)
+
+
+@pytest.mark.parametrize("variables, refused", [
+    (STEP, True), ({**TORCHRUN, "WORLD_SIZE": "2"}, True), (ONE_TASK, False), ({}, False)],
+    ids=["srun -n 4", "torchrun", "srun", "python"])
+def test_mnist_dp_is_one_process(variables, refused):
+    """Several would all train the same model."""
+    def setup(module, rank):
+        os.environ.update(variables)
+
+    (status,) = train_forked("mnist_dp", "--fake-data", 32, "--epochs", 1, setup=setup).statuses
+    assert ("error: " in str(status)) == refused, f"mnist_dp with {variables} ends with {status!r}"
+
+
+@pytest.mark.parametrize("count, usable, local_rank", [(2, False, 0), (2, True, 2)],
+                         ids=["not usable", "more processes than GPUs"])
+@pytest.mark.parametrize("script", [name for name in DDP_SCRIPTS if "cpu" not in name])
+def test_gpus_that_a_process_cannot_use_are_an_error_line(script, count, usable, local_rank):
+    """A driver that is too old: it would train on the CPU. A third process on 2 GPUs."""
+    def setup(module, rank):
+        torch.cuda.device_count = lambda: count
+        torch.cuda.is_available = lambda: usable
+        os.environ.update(TORCHRUN, LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT="29402")
+
+    (status,) = train_forked(script, *flags_of(script), setup=setup).statuses
+    assert "error: " in str(status) and "CUDA_VISIBLE_DEVICES=" in status, (
+        f"{script} as process {local_rank} on {count} GPUs, usable: {usable}: {status!r}")
+
+
+def test_mnist_dp_says_that_gpus_cannot_be_used():
+    def setup(module, rank):
+        torch.cuda.device_count = lambda: 2
+        torch.cuda.is_available = lambda: False
+
+    (status,) = train_forked("mnist_dp", "--fake-data", 32, setup=setup).statuses
+    assert "error: " in str(status) and "CUDA_VISIBLE_DEVICES=" in status, (
+        f"mnist_dp, on GPUs that it cannot use: {status!r}")
+
+
+@pytest.mark.parametrize("script", PREPARING)
+def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
+    """Two machines of two processes: rank 0 is the first to look for the data, rank 2 is next."""
+    def setup(module, rank):
+        def prepare_data(args):
+            print(rank, "prepares")
+            time.sleep(0.5)
+            print(rank, "has prepared")
+
+        os.environ["LOCAL_RANK"] = str(rank % 2)
+        module.prepare_data = prepare_data
+        use_small_model(module)
+
+    text = train_to_end(script, *flags_of(script), nproc=4, setup=setup).text
+    expected = "0 prepares\n0 has prepared\n2 prepares\n2 has prepared\n"
+    assert text.startswith(expected), (
+        f"{script}: rank 0 prepares the data, then rank 2, and then they load it:\n{text}")
+    assert text.count("prepares") == 2, f"{script}: others prepare the data, too:\n{text}"
+
+
+# ---- a process that is lost ----
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_process_that_hangs_ends_the_others_within_timeout(script):
+    def hang(count):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for the end of the test
+        time.sleep(1000)
+
+    def setup(module, rank):
+        use_small_model(module)
+        if rank == 0:
+            at_step(hang)
+
+    end = train_forked(script, *flags_of(script, "--timeout", 4), nproc=2, setup=setup)
+    assert "Process 1 terminated" in end.text, (
+        f"{script}: rank 0 hangs: rank 1 must end with an error after --timeout 4\n{end.text}")
+
+
+@pytest.mark.parametrize("script", SPAWNING)
+def test_ctrl_c_before_training_is_no_success(script):
+    """mp.spawn takes a worker that ends by KeyboardInterrupt for one that has finished."""
+    module = load_script(script)
+    module.train = lambda args: signal.raise_signal(signal.SIGINT)
+
+    def work(rank):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        module.run_worker(rank, None)
+
+    with pytest.raises(ProcessExitedException, match="SIGINT"):
+        start_processes(work, start_method="fork")
+        pytest.fail("Ctrl-C, while a worker of mp.spawn starts, is taken for success")
+
+
+# ---- by the real command ----
+STOPS = [("torchrun", "SIGTERM"), ("torchrun", "Ctrl-C"), ("torchrun", "SIGKILL"),
+         ("spawn", "SIGTERM"), ("spawn", "Ctrl-C"), ("spawn", "SIGKILL"),
+         ("python", "SIGTERM"), ("python", "Ctrl-C")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, launcher, way", [
+    (script, *how) for script, how in zip(
+        ["synthetic_ddp", "cpu_ddp", "cpu_ddp", *3 * SPAWNING, "synthetic_ddp", "cpu_ddp"], STOPS)]
+    + [("cifar10_ddp", "torchrun", "Ctrl-C"), ("cifar10_ddp", "torchrun", "SIGKILL"),
+       ("cifar10_ddp", "python", "SIGTERM")])
+def test_a_run_that_is_stopped_ends_with_an_error_and_leaves_nothing(script, launcher, way,
+                                                                    tmp_path):
+    """kill PID; Ctrl-C, which a terminal sends to all; SIGKILL to a process, for its memory."""
+    copy = make_copy(script, tmp_path / "train.py", (
+        'before "optimizer.zero_grad()"', 'print("training", flush=True)\ntime.sleep(0.05)'))
+    flags = [SCRIPTS[script].data_flag, 64, "--global-batch", 4, "--epochs", 1000]
+    if script == "cifar10_ddp":
+        flags += ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
+    with start(copy, *flags, "--checkpoint", tmp_path / "run.pt", "--timeout", 60,
+               launcher=launcher, nproc=1 if launcher == "python" else 2) as job:
+        job.wait_for("^training")
+        if way == "Ctrl-C":
+            os.killpg(job.launcher.pid, signal.SIGINT)
+        elif way == "SIGKILL":
+            os.kill(job.workers()[1], signal.SIGKILL)
+        else:
+            job.send(signal.SIGTERM)
+        result = job.result(timeout=150)
+        wait_until_gone(job, f"{way} to {script} under {launcher}")
+    assert result.status != 0, f"{way} to {script} under {launcher}: status 0\n{result.text}"
+    stopped = "stopped by a signal after step" in result.text
+    assert stopped == (script == "cifar10_ddp" and way != "SIGKILL"), (
+        f"{way} to {script} under {launcher}: does it stop after a step? {stopped}\n{result.text}")
+
+
+RAISE = 'raise RuntimeError("broken on purpose")'
+BROKEN_SET = """
+class Broken(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        if index == 20 and int(os.environ.get("RANK", 0)) == {rank}:
+            raise RuntimeError("broken on purpose")
+        return self.data[index]
+
+
+plain_data = load_data
+
+
+def load_data(args):
+    sets = list(plain_data(args))
+    sets[{number}] = Broken(sets[{number}])
+    return sets
+"""
+ONE_RANK = 'if int(os.environ.get("RANK", 0)) == 1 and model.training:\n    ' + RAISE
+EXCEPTIONS = {  # script, launcher, edit
+    "loss, one rank": ("fashionmnist_ddp", "spawn", ('before "smoothing = 0.0"', ONE_RANK)),
+    "loss, one rank of torchrun": ("cifar10_ddp", "torchrun",
+                                   ('before "smoothing = 0.0"', ONE_RANK)),
+    "transform": ("cifar10_ddp", "python", ('before "count, _, height, width"', RAISE)),
+    "data set": ("cifar10_ddp", "python", (None, BROKEN_SET.format(rank=0, number=0))),
+    "data set, one rank": ("cifar10_ddp", "torchrun", (None, BROKEN_SET.format(rank=1, number=0))),
+    "validation set": ("cifar10_ddp", "torchrun", (None, BROKEN_SET.format(rank=0, number=1))),
+    "small data set": ("synthetic_ddp", "torchrun", (None, BROKEN_SET.format(rank=1, number=0))),
+    "small validation set": ("synthetic_ddp", "python",
+                             (None, BROKEN_SET.format(rank=0, number=1))),
+    "evaluation": ("synthetic_ddp", "torchrun", ('before "modes = "', RAISE)),
+    "step": ("cpu_ddp", "torchrun", ('after "optimizer.step()"',
+                                     "if rank == 1 and epoch == 3:\n    " + RAISE)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", EXCEPTIONS)
+def test_an_exception_ends_the_run_at_once_and_leaves_nothing(place, tmp_path):
+    """Python would wait at its end for loader processes. --timeout is 600 seconds here."""
+    script, launcher, edit = EXCEPTIONS[place]
+    copy = make_copy(script, tmp_path / "train.py", edit)
+    flags = [SCRIPTS[script].data_flag, 128, "--global-batch", 8]
+    if script == "cifar10_ddp":
+        flags += ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
+    with start(copy, *flags, launcher=launcher, nproc=1 if launcher == "python" else 2) as job:
+        result = job.result(timeout=150)
+        wait_until_gone(job, f"an exception in {place} of {script}")
+    assert result.status != 0, f"an exception in {place} of {script}: status 0\n{result.text}"
+    assert "broken on purpose" in result.text, (
+        f"an exception in {place} of {script} is not printed\n{result.text}")
+    if launcher == "torchrun":
+        report = result.text[result.text.rfind("Root Cause"):]
+        assert "broken on purpose" in report, f"torchrun's report has not the error\n{result.text}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, launcher", [("cpu_ddp", "torchrun"),
+                                              ("fashionmnist_ddp", "spawn")])
+def test_an_error_of_rank_0_is_printed_once_and_ends_all_processes(script, launcher, tmp_path):
+    """What only rank 0 sees, it sees before the group is formed: its launcher ends the others."""
+    status, text = run(script, SCRIPTS[script].data_flag, 64, "--checkpoint", "absent/run.pt",
+                       launcher=launcher, nproc=2, cwd=tmp_path)
+    command = f"{script} under {launcher} with --checkpoint absent/run.pt"
+    assert status != 0, f"{command} must not end with status 0\n{text}"
+    errors = [line for line in re.findall(r"\berror: .*", text) if "absent/run.pt" in line]
+    assert len(errors) == 1, f"{command} must print one error line, not {errors}\n{text}"
+    own_text = text.split(" failed (exitcode")[0]  # torchrun's own report comes last
+    assert "Traceback" not in own_text, f"{command} must print no traceback\n{text}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SPAWNING)
+def test_processes_of_mp_spawn_share_the_cores(script, tmp_path):
+    copy = make_copy(script, tmp_path / "train.py", (
+        'before "args, device, checkpoint = form_group(args)"',
+        'print("threads", torch.get_num_threads(), flush=True)'))
+    threads = max(1, torch.get_num_interop_threads() // 2)  # get_num_threads() is 1 in tests
+    _, text = run(copy, *flags_of(script), launcher="spawn", nproc=2)
+    assert text.count(f"threads {threads}\n") == 2, (
+        f"{script}: each of 2 processes must have {threads} threads:\n{text}")
+
+
+# ---- two machines ----
+HOSTS = """
+printf '%s\\n' '127.0.0.1 localhost' '127.0.1.1 {own}' >/run/hosts
+mount --bind /run/hosts /etc/hosts
+"""
+
+
+class Machines(Network):
+    def up(self):
+        (self.root / "hosts").write_text("127.0.0.1 localhost\n")
+        super().up()
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("script", ["cpu_ddp", "fashionmnist_ddp"])
+def test_the_command_for_two_machines_trains_on_two_machines(script, tmp_path):
+    """As the docstring has it. The hosts file is Debian's: a machine's own name is 127.0.1.1."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    docstring = load_script(script).__doc__
+    (command,) = re.findall(r"^    (torchrun --nnodes=2 .*train\.py)", docstring, re.MULTILINE)
+    for old, new in (("--nproc-per-node=4", "--nproc-per-node=1"),
+                     ("train.py", " ".join(map(str, [script_path(script), *flags_of(script),
+                                                     "--checkpoint", tmp_path / "run.pt"])))):
+        assert old in command, f"{script}'s command has no {old}: {command}"
+        command = command.replace(old, new)
+    with booted(lambda root: Machines(root, 2)) as network:
+        machines = [network.machines[name] for name in ("c1", "c2")]
+        for machine in machines:
+            machine.exec(HOSTS.format(own=machine.name))
+        command = command.replace("HOST", machines[0].address)
+        env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+        with ThreadPoolExecutor() as pool:
+            text = "\n".join(pool.map(lambda machine: machine.exec(
+                command, timeout=200, check=False, env=env), machines))
+    assert "world size 2" in text, f"the machines do not train together:\n{text}"
+    assert (tmp_path / "run.pt").exists(), f"the training does not end:\n{text}"

@@ -1,0 +1,123 @@
+"""Pages: links lead somewhere, commands are valid, samples are what commands print."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launchers import Job, clean_environment
+from scripts import ROOT, SCRIPTS, load_script
+from torch.distributed.run import get_args_parser
+
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("*/*.md")])
+
+
+def name_of(path):
+    """Return a path below the top of the repository: the name of a test's case."""
+    return str(path.relative_to(ROOT))
+
+
+# ---- links and lines ----
+def anchors(path):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_to_files_and_headings_exist(path):
+    code = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", code.sub("", path.read_text())):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if not target.exists() or anchor and anchor not in anchors(target):
+            broken.append(link)
+    assert not broken, f"{name_of(path)} has links to no file or heading: {broken}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_lines_of_pages_have_at_most_100_characters(path):
+    """But for tables, addresses, and output of programs in blocks of code."""
+    long = []
+    in_block = False
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        in_block ^= line.lstrip().startswith("```")
+        if len(line) > 100 and not (in_block or "://" in line or line.lstrip().startswith("|")):
+            long.append(number)
+    assert not long, f"{name_of(path)} has more than 100 characters in the lines {long}"
+
+
+# ---- commands and samples ----
+def code_blocks(path, language):
+    """Return the blocks of code of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(path):
+    """Return the commands in the blocks of a page: one a line, without comments."""
+    text = "".join(code_blocks(path, "bash")).replace("\\\n", " ")
+    return [line for line in re.sub(r"(^|\s)#.*", "", text).splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_commands_are_valid(path):
+    """Shell syntax, flags of torchrun and of the scripts, files."""
+    for block in code_blocks(path, "bash"):
+        process = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert process.returncode == 0, f"{path}: no shell syntax:\n{block}{process.stderr}"
+    for command in commands(path):
+        for file in re.findall(r"(?<![\w/.:=])(?:slurm|tests|containers|\w+_dp|\w+_ddp)/[\w./-]+\w",
+                               command):
+            assert (ROOT / file).exists(), f"{path}: no file {file}, in\n{command}"
+        script = re.search(r"\b(\w+_ddp|mnist_dp)/train\.py|slurm/(\w+)[\w-]*\.sbatch", command)
+        if not script or "SCRIPT=" in command or "configmap" in command or "cp " in command:
+            continue
+        name = script[1] or next(name for name in SCRIPTS if name.startswith(f"{script[2]}_"))
+        before, after = command[:script.start()], command[script.end():]
+        flags = shlex.split(re.sub(r" \.\.\.| (2>&1|&|>\S+).*", "", after))
+        load_script(name).parse_args(flags)  # ends with an error if it does not know a flag
+        if "torchrun" in before:
+            words = shlex.split(before[before.index("torchrun") + 8:])
+            if words and "..." not in words:
+                get_args_parser().parse_args([*words, "train.py"])
+
+
+def results(line):
+    """Return the losses and accuracies of a line by their names."""
+    return {name: float(number) for name, number in
+            re.findall(r"(\w*(?:loss|accuracy)) ([\d.]+)", line)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_command_prints_what_its_page_shows(script):
+    """But for speeds, and for results on CPUs that round otherwise. The first line is exact."""
+    page = ROOT / script / "README.md"
+    shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", page.read_text(),
+                      re.MULTILINE | re.DOTALL)[1]
+    processes = re.match(r"world size (\d)|", shown)[1] or "1"
+    (command,) = [command for command in commands(page) if f"{script}/train.py" in command and
+                  "sbatch" not in command and "--checkpoint" not in command and
+                  "--device-ids" not in command and
+                  re.search(r"(?:nproc|node)[= ](\d)|$", command)[1] in (processes, None)]
+    if script == "mnist_dp":
+        command += " --fake-data --epochs 2"
+    env = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    with Job(["bash", "-c", command], env, ROOT) as job:
+        status, text = job.result(timeout=900)
+    assert status == 0, f"{command} ends with status {status}:\n{text}"
+
+    def first_line(text):
+        line = re.search(r"^(?:world size|GPUs) .*", text, re.MULTILINE)[0]
+        return re.sub(r"(threads|torch) \S+", r"\1", line)
+
+    assert first_line(text) == first_line(shown), f"{page} shows another first line"
+    printed = {line.split("  ")[0]: line for line in text.splitlines()}
+    for line in re.findall(r"^epoch \d+/\d+  (?!step).*", shown, re.MULTILINE):
+        found = printed.get(line.split("  ")[0], "")
+        assert results(line) == pytest.approx(results(found), rel=0.1, abs=0.02), (
+            f"{page} shows\n{line}\nbut {command} prints\n{text}")

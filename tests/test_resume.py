@@ -1,0 +1,553 @@
+"""Second guarantee: after any kill, the same command resumes, bit for bit.
+
+FILE is complete at any moment. Another run's file, FILE.best and a damaged file are refused, and
+nothing starts over by itself.
+
+bash tests/run.sh -s -k killed_at_random --kills 200      # prints what it did
+"""
+
+import functools
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from checkpoints import assert_equal, difference, load_checkpoint, progress
+from copies import make_copy
+from forked import (at_step, kill_after, kill_at_call, train_and_kill, train_forked, train_to_end,
+                    watch)
+from launchers import start, wait_until_gone
+from recorder import FewPixels, change_sets, number_samples, use_small_model
+from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script, script_path
+
+# Above train(): a small model of images
+SMALL = """
+def build_model(args):
+    return nn.Sequential(nn.AdaptiveAvgPool3d((1, 4, 4)), nn.Flatten(), nn.Linear(16, 10))
+"""
+# Dropout, BatchNorm, and, for a Dataset, a random transform (of images in memory,
+# fashionmnist_ddp has its own). Then a copy draws random numbers wherever it can.
+RANDOM = """
+from torch.utils.data import Dataset as AnyDataset
+
+plain_model, plain_data = build_model, load_data
+
+
+def build_model(args):
+    model = plain_model(args)
+    outputs = list(model.parameters())[-1].numel()
+    return nn.Sequential(model, nn.BatchNorm1d(outputs), nn.Dropout(0.2),
+                         nn.Linear(outputs, outputs))
+
+
+class Noisy(AnyDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        inputs, label = self.data[index]
+        return inputs + (3 * torch.rand(1)).to(inputs.dtype), label
+
+
+def load_data(args):
+    return [Noisy(data) if isinstance(data, AnyDataset) else data for data in plain_data(args)]
+"""
+
+
+def small_copy(script, path, is_random=False, *edits):
+    """Write a copy of a script with a small model, and with all of RANDOM, to path."""
+    above = SMALL if "fake_images" in script_path(script).read_text() else ""
+    above += RANDOM if is_random else ""
+    return make_copy(script, path, *[(None, above)][:bool(above)], *edits)
+
+
+def flags_of(script, path, children=False):
+    """Return flags for 3 epochs of 6 steps, with or without loader processes."""
+    details = SCRIPTS[script]
+    return [details.data_flag, 96 if script == "synthetic_ddp" else 72, "--epochs", 3,
+            "--global-batch", 12, *([] if children else details.no_children),
+            "--checkpoint", path]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A function of (script, processes, whether its copy is random): the flags for a copy.
+
+    It returns the path of the copy, and FILE of its undisturbed run.
+    """
+    @functools.cache
+    def run(script, nproc, is_random):
+        folder = tmp_path_factory.mktemp("undisturbed")
+        copy = small_copy(script, folder / "train.py", is_random)
+        train_to_end(copy, *flags_of(script, folder / "run.pt"), nproc=nproc)
+        return copy, folder / "run.pt"
+
+    return run
+
+
+def assert_same_end(path, undisturbed, what):
+    """Fail unless both files of a run are those of the undisturbed one."""
+    assert_equal(path, undisturbed, f"{what}, and resumed: FILE")
+    best, expected = (path.with_name(f"{file.name}.best") for file in (path, undisturbed))
+    expected = undisturbed.with_name(f"{undisturbed.name}.best")
+    assert best.exists() == expected.exists(), f"{what}: is there FILE.best? {best.exists()}"
+    if best.exists():
+        assert_equal(best, expected, f"{what}, and resumed: FILE.best")
+
+
+# ---- killed at any place ----
+PLACES = {  # what kills rank 0, in a run of 3 epochs of 6 steps
+    "in a step": lambda module: kill_after(8),
+    "before the first save": lambda module: kill_at_call(module, "save", 1),
+    "in a save": lambda module: kill_at_call(os, "fsync", 3),
+    "before the file is renamed": lambda module: kill_at_call(os, "replace", 3),
+    "in the last epoch": lambda module: kill_after(17),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_killed_anywhere_and_resumed_exactly(script, place, runs, tmp_path):
+    """On two processes."""
+    copy, undisturbed = runs(script, 2, False)
+    flags = flags_of(script, tmp_path / "run.pt")
+    train_and_kill(copy, *flags, nproc=2,
+                   setup=lambda module, rank: rank == 0 and PLACES[place](module))
+    end = train_to_end(copy, *flags, nproc=2)
+    if "first" not in place:
+        assert "resumed after" in end.text, f"{script}, killed {place}, starts over\n{end.text}"
+    assert_same_end(tmp_path / "run.pt", undisturbed, f"{script} is killed {place}")
+
+
+@pytest.mark.parametrize("script, nproc", [(script, nproc) for script in DDP_SCRIPTS
+                                           for nproc in (1, 2)])
+def test_dropout_batchnorm_and_random_transforms_are_repeated(script, nproc, runs, tmp_path):
+    """In a copy that has them all, with loader processes; the undisturbed run has none."""
+    copy, undisturbed = runs(script, nproc, True)
+    if script == "synthetic_ddp":  # a loader process has random numbers of its own
+        undisturbed = tmp_path / "undisturbed.pt"
+        train_to_end(copy, *flags_of(script, undisturbed, children=True), nproc=nproc)
+    flags = flags_of(script, tmp_path / "run.pt", children=True)
+    train_and_kill(copy, *flags, nproc=nproc,
+                   setup=lambda module, rank: rank == 0 and kill_after(8))
+    train_to_end(copy, *flags, nproc=nproc)
+    assert_same_end(tmp_path / "run.pt", undisturbed, f"a random copy of {script} is killed")
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_resumed_on_other_numbers_of_processes(script, tmp_path):
+    """On 3, 2 and 1 in turn. Weights differ by the order of summation alone."""
+    def setup(module, rank):
+        """Samples that flips and crops do not change. Adam turns rounding into large steps."""
+        torch.optim.Adam = lambda parameters, **_: torch.optim.SGD(parameters, lr=0.01)
+        change_sets(module, lambda data, train_set: (number_samples(data), data)[1])
+        use_small_model(module)
+
+    def setup_and_kill(module, rank):
+        setup(module, rank)
+        if rank == 0:
+            kill_after(8)  # since the start: in another epoch of each life
+
+    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
+    train_to_end(script, *flags_of(script, whole), nproc=1, setup=setup)
+    for nproc in (3, 2):
+        train_and_kill(script, *flags_of(script, path), nproc=nproc, setup=setup_and_kill)
+    train_to_end(script, *flags_of(script, path), nproc=1, setup=setup)
+    assert progress(path) == progress(whole), f"{script}: the resumed run has other steps"
+    found = difference(path, whole)
+    assert found < 1e-5, f"{script} on 3, 2, 1 processes in turn: weights differ by {found:.1e}"
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_finished_run_trains_no_more(script, runs, tmp_path):
+    copy, undisturbed = runs(script, 2, False)
+    shutil.copy(undisturbed, tmp_path / "run.pt")
+    if SCRIPTS[script].best:
+        shutil.copy(f"{undisturbed}.best", tmp_path / "run.pt.best")
+
+    def count(module, rank):
+        steps = []
+        at_step(steps.append)
+        return steps
+
+    end = train_to_end(copy, *flags_of(script, tmp_path / "run.pt"), nproc=2, setup=count)
+    assert end.results == [[], []], f"{script}, started again after its end, trains\n{end.text}"
+    assert_same_end(tmp_path / "run.pt", undisturbed, f"{script} is started again after its end")
+
+
+# ---- a run whose state is the step ----
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
+def test_a_signal_to_one_process_stops_all_after_the_same_step(script, name, runs, tmp_path):
+    """They save, wait until rank 0 has saved (a second longer here), and end with status 1."""
+    def setup(module, rank):
+        steps = []
+        at_step(steps.append)
+        os.fsync = lambda descriptor: time.sleep(1)
+        watch(sys, "exit", lambda *_: path.exists() or print("it is too early to exit"))
+        if rank == 1:
+            kill_after(2, signal.Signals[name])
+        return steps
+
+    path = tmp_path / "run.pt"
+    copy, undisturbed = runs(script, 2, False)
+    end = train_forked(copy, *flags_of(script, path), nproc=2, setup=setup)
+    what = f"{script}: {name} to one process after step 2"
+    assert [len(steps) for steps in end.results] in ([2, 2], [3, 3]), (
+        f"{what}: the ranks stop after {end.results}\n{end.text}")
+    assert end.statuses == [f"stopped by a signal after step {progress(path)}", 1], (
+        f"{what}: statuses {end.statuses}\n{end.text}")
+    assert "too early" not in end.text, f"{what}: it exits before rank 0 has saved\n{end.text}"
+    train_to_end(copy, *flags_of(script, path), nproc=2)
+    assert_same_end(path, undisturbed, what)
+
+
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
+def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script, tmp_path):
+    """A job that ends with status 1 is requeued."""
+    flags = flags_of(script, tmp_path / "run.pt")
+    for step in (17, 18):  # it is noticed in this step, or in the next one
+        (tmp_path / "run.pt").unlink(missing_ok=True)
+        end = train_forked(script, *flags, nproc=2, setup=lambda module, rank: (
+            use_small_model(module), rank == 0 and kill_after(step, signal.SIGTERM)))
+        finished = progress(tmp_path / "run.pt") == 18
+        assert (end.statuses == [0, 0]) == finished, (
+            f"{script}: SIGTERM after step {step} of 18: {end.statuses}\n{end.text}")
+
+
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
+def test_a_run_under_nohup_ignores_sighup(script, tmp_path):
+    def setup(module, rank):
+        use_small_model(module)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        kill_after(2, signal.SIGHUP)
+
+    train_to_end(script, *flags_of(script, tmp_path / "run.pt"), setup=setup)
+
+
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
+def test_it_saves_every_few_minutes(script, tmp_path):
+    """Here, after each step: a kill loses no more."""
+    def setup(module, rank):
+        use_small_model(module)
+        if rank == 0:
+            kill_after(4)
+
+    path = tmp_path / "run.pt"
+    train_and_kill(script, *flags_of(script, path), "--save-every", 0, nproc=2, setup=setup)
+    assert path.exists(), f"{script} with --save-every 0, killed after step 4, has saved nothing"
+    assert progress(path) == 3, f"{script} with --save-every 0 has saved step {progress(path)} of 4"
+
+
+@pytest.mark.parametrize("evaluation", [1, 3])
+@pytest.mark.parametrize("script", STEP_SCRIPTS)
+def test_a_kill_in_an_evaluation_loses_no_training(script, evaluation, runs, tmp_path):
+    """The file is saved before it. A resumed run begins with the evaluation that is missing."""
+    copy, undisturbed = runs(script, 2, False)
+    path = tmp_path / "run.pt"
+    train_and_kill(copy, *flags_of(script, path), nproc=2, setup=lambda module, rank: (
+        kill_at_call(module, "evaluate", evaluation)))
+    found = progress(path)
+    assert found == 6 * evaluation, f"{script}, killed in evaluation {evaluation}, saved {found}"
+    end = train_to_end(copy, *flags_of(script, path), nproc=2)
+    count = len(re.findall(rf"^epoch {evaluation}/3 .*val_accuracy", end.text, re.MULTILINE))
+    assert count == 1, f"{script}: the missing evaluation is made {count} times\n{end.text}"
+    assert_same_end(path, undisturbed, f"{script}, killed in evaluation {evaluation}")
+
+
+# ---- the best weights ----
+@pytest.mark.parametrize("script", BEST_SCRIPTS)
+def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
+    """Accuracies of 5 epochs: 0.2, 0.6, 0.6, 0.1, 0.6. The first of equal ones stays.
+
+    It is killed after epoch 3. Model and best score are those that were evaluated.
+    """
+    accuracies = [0.2, 0.6, 0.6, 0.1, 0.6]
+
+    def setup(module, rank):
+        def build_model(*_):
+            model = FewPixels() if hasattr(module, "fake_images") else plain_model(*_)
+            model.register_buffer("steps", torch.zeros(()))
+            return model
+
+        def evaluate(args, model, batches):
+            accuracy = accuracies[round(model.steps.item() / 6) - 1]
+            return {"val_loss": 1.0, "val_accuracy": accuracy}
+
+        plain_model = module.build_model
+        module.build_model = build_model
+        module.evaluate = evaluate
+        watch(module, "loss_and_counts", lambda args, model, *_: model.steps.add_(1))
+        if not path.exists():
+            kill_after(20)
+
+    path = tmp_path / "run.pt"
+    flags = flags_of(script, path)
+    flags[flags.index("--epochs") + 1] = 5
+    train_and_kill(script, *flags, setup=setup)
+    train_to_end(script, *flags, setup=setup)
+    best = load_checkpoint(f"{path}.best")
+    assert best["steps"] == 12, f"{script}: the best weights are those after step {best['steps']}"
+    checkpoint = load_checkpoint(path)
+    assert checkpoint["progress"]["best_score"] == 0.6, (
+        f"{script}: the best score is saved as {checkpoint['progress']}")
+    assert best.keys() == checkpoint["model"].keys(), (
+        f"{script}: FILE.best is no state_dict of the model: {list(best)}")
+
+
+# ---- the file ----
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_file_is_complete_at_any_moment(script, tmp_path, monkeypatch):
+    """It is the old one until the new one is written and on the disk (fsync)."""
+    module = load_script(script)
+    path = tmp_path / "run.pt"
+    module.save({"step": 1}, str(path))
+    states = []
+
+    def see(*_):
+        files = sorted(tmp_path.iterdir())
+        states.append([load_checkpoint(path)["step"], load_checkpoint(files[-1])["step"]])
+
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (see(), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (see(), replace(*paths)))
+    module.save({"step": 2}, str(path))
+    assert states == [[1, 2], [1, 2]], (
+        f"{script}: at fsync, and when it is renamed, FILE and the new file must have the steps 1 "
+        f"and 2: {states}")
+    assert load_checkpoint(path) == {"step": 2}, f"{script}: FILE is not the new one"
+    assert os.listdir(tmp_path) == ["run.pt"], f"{script} leaves {os.listdir(tmp_path)}"
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
+    """To a scratch disk: what it points to is replaced."""
+    (tmp_path / "run.pt").symlink_to(tmp_path / "scratch.pt")
+    args = load_script(script).parse_args(["--checkpoint", str(tmp_path / "run.pt")])
+    assert args.checkpoint == str(tmp_path / "scratch.pt"), (
+        f"{script} replaces the link by a file: it saves to {args.checkpoint}")
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, runs, tmp_path):
+    """It would be a second copy of the model and the optimizer in each process."""
+    copy, _ = runs(script, 2, False)
+    flags = flags_of(script, tmp_path / "run.pt")
+    train_and_kill(copy, *flags, nproc=2, setup=lambda module, rank: kill_after(8))
+
+    def setup(module, rank):
+        tensors, counts = [], []
+        watch(module, "resume", lambda checkpoint, *_: tensors.extend(
+            weakref.ref(tensor) for tensor in checkpoint["model"].values()))
+        at_step(lambda _: counts.append(sum(tensor() is not None for tensor in tensors)))
+        return counts
+
+    for rank, counts in enumerate(train_to_end(copy, *flags, nproc=2, setup=setup).results):
+        assert set(counts) == {0}, f"{script}: rank {rank} keeps {counts} tensors of its checkpoint"
+
+
+# ---- files that are refused ----
+DAMAGES = {
+    "half of it": lambda path: path.write_bytes(path.read_bytes()[:path.stat().st_size // 2]),
+    "nothing": lambda path: path.write_bytes(b""),
+    "weights alone": lambda path: torch.save(load_checkpoint(path)["model"], path),
+    "another script's state": lambda path: torch.save({"run": {}, "progress": {}}, path),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_file_that_cannot_be_used_ends_the_run_and_is_left(script, kind, runs, tmp_path):
+    copy, undisturbed = runs(script, 2, False)
+    path = shutil.copy(undisturbed, tmp_path / "run.pt")
+    DAMAGES[kind](path)
+    before = path.read_bytes()
+    end = train_forked(copy, *flags_of(script, path))
+    assert end.statuses != [0], f"{script}: FILE has {kind}, and the run starts over"
+    assert "epoch 1/3" not in end.text, f"{script}: FILE has {kind}, and it trains\n{end.text}"
+    assert path.read_bytes() == before, f"{script}: FILE had {kind}, and has been changed"
+
+
+@pytest.mark.parametrize("script", BEST_SCRIPTS)
+def test_the_best_weights_are_no_checkpoint(script, runs, tmp_path):
+    """As a checkpoint, they would be overwritten."""
+    copy, undisturbed = runs(script, 2, False)
+    path = shutil.copy(f"{undisturbed}.best", tmp_path / "run.pt.best")
+    before = path.read_bytes()
+    (status,) = train_forked(copy, *flags_of(script, path)).statuses
+    assert "error: " in str(status) and "run.pt.best" in status, (
+        f"{script} --checkpoint FILE.best must be an error line, not {status!r}")
+    assert path.read_bytes() == before, f"{script} --checkpoint FILE.best overwrites it"
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_any_other_value_of_a_flag_is_another_run(script, runs, tmp_path):
+    """But for those of MAY_CHANGE. Also --epochs: a scheduler would go on with another total."""
+    copy, undisturbed = runs(script, 2, False)
+    path = shutil.copy(undisturbed, tmp_path / "run.pt")
+    saved = load_checkpoint(path)["run"]
+    module = load_script(script)
+    flags = vars(module.parse_args([]))
+    free = {"checkpoint", "timeout", "workers", "nproc", "bf16", "compile", "data_dir",
+            "image_folder", "batch_size", "save_every", "log_every"}
+    assert set(module.MAY_CHANGE) <= free, (
+        f"{script}: other values of {set(module.MAY_CHANGE) - free} would change the run silently")
+    missing = flags.keys() - set(module.MAY_CHANGE) - saved.keys()
+    assert not missing, f"{script}: FILE does not hold the flags {missing}"
+    data_flag = SCRIPTS[script].data_flag
+    for flag, value in (("--epochs", 4), ("--lr", 0.5), ("--seed", 5), ("--global-batch", 24),
+                        (data_flag, 88)):
+        (status,) = train_forked(copy, *flags_of(script, path), flag, value).statuses
+        name = flag.strip("-").replace("-", "_")
+        assert "error: " in str(status) and f"{name} was " in str(status), (
+            f"{script} resumes with {flag} {value}, or does not say so: {status!r}")
+    assert_equal(path, undisturbed, f"{script}: a FILE that was refused")
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_another_number_of_samples_is_another_run(script, runs, tmp_path):
+    """As of a data set that has grown since."""
+    copy, undisturbed = runs(script, 2, False)
+    path = shutil.copy(undisturbed, tmp_path / "run.pt")
+
+    def setup(module, rank):
+        def drop_one(data, train_set):
+            if isinstance(data, (tuple, list)):
+                return [tensor[:-1] for tensor in data]
+            return torch.utils.data.Subset(data, range(len(data) - 1))
+
+        change_sets(module, drop_one)
+
+    (status,) = train_forked(copy, *flags_of(script, path), setup=setup).statuses
+    assert "error: " in str(status) and "samples" in str(status), (
+        f"{script} resumes with a sample less: {status!r}")
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_new_flag_of_a_copy_is_compared_without_being_named_anywhere(script, tmp_path):
+    """Of any type. A file that lacks it is still good, if its default is None."""
+    copy = make_copy(script, tmp_path / "copy.py", ('before "import sys"', "import pathlib"), (
+        'before "--seed"', 'parser.add_argument("--new", type=pathlib.Path)'))
+
+    def run_once(program, *flags):
+        flags = [*flags_of(script, path), *flags]
+        flags[flags.index("--epochs") + 1] = 1
+        return train_forked(program, *flags, setup=use_small_model).statuses[0]
+
+    path = tmp_path / "run.pt"
+    statuses = run_once(script), run_once(copy)
+    assert statuses == (0, 0), f"{script}: a file without a flag that is None is refused {statuses}"
+    status = run_once(copy, "--new", "a")
+    assert "new was None, is a" in str(status), f"{script} resumes with a new flag: {status!r}"
+    path = tmp_path / "of-the-copy.pt"
+    statuses = run_once(copy, "--new", "a"), run_once(copy, "--new", "a"), run_once(script)
+    assert statuses[:2] == (0, 0), f"{script}: a run with a path as a setting ends with {statuses}"
+    assert "new was a, is None" in str(statuses[2]), f"{script}: {statuses}"
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_flags_that_may_change(script, runs, tmp_path):
+    """Those of rank 0 alone need the file: the other rank looks for another one."""
+    copy, undisturbed = runs(script, 2, False)
+    path = tmp_path / "run.pt"
+    train_and_kill(copy, *flags_of(script, path), nproc=2, setup=lambda *_: kill_after(8))
+
+    def setup(module, rank):
+        if rank == 1:
+            sys.argv[-1] = str(tmp_path / "not-here.pt")
+
+    more = {"timeout": 77, "workers": 1, "save_every": 1, "log_every": 1, "data_dir": "elsewhere"}
+    flags = vars(load_script(script).parse_args([]))
+    changed = [word for name, value in more.items() if name in flags
+               for word in (f"--{name.replace('_', '-')}", value)]
+    train_to_end(copy, *changed, *flags_of(script, path)[:-2 - len(SCRIPTS[script].no_children)],
+                 "--checkpoint", path, nproc=2, setup=setup)
+    assert_same_end(path, undisturbed, f"{script} is resumed with {changed}")
+
+
+# ---- kills of every kind, at random moments, by the real command ----
+WAYS = ["SIGKILL of all", "SIGKILL of one process", "SIGKILL of a loader process",
+        "SIGKILL of the launcher", "SIGTERM to the launcher", "Ctrl-C",
+        "SIGKILL of all while it starts"]
+LAUNCHED = [(script, launcher, nproc, is_random)
+            for script, launcher, nproc, is_random in (
+                ("cpu_ddp", "torchrun", 2, False), ("cpu_ddp", "python", 1, True),
+                ("synthetic_ddp", "torchrun", 2, True), ("fashionmnist_ddp", "spawn", 2, True),
+                ("cifar10_ddp", "torchrun", 2, True), ("cifar10_ddp", "python", 1, False))]
+
+
+def disturb(job, way, chance):
+    """Disturb a job in this way, at a random moment, unless it has ended."""
+    if way.endswith("while it starts"):
+        time.sleep(5 * chance.random())
+        job.kill()
+        return
+    try:
+        job.wait_for(r"^world size ")
+        time.sleep(3 * chance.random())
+        workers = job.workers() or [job.launcher.pid]
+        if way == "SIGKILL of one process":
+            os.kill(chance.choice(workers), signal.SIGKILL)
+        elif way == "SIGKILL of a loader process":
+            os.kill(chance.choice(job.loaders() or workers), signal.SIGKILL)
+        elif way == "SIGKILL of the launcher":
+            job.send(signal.SIGKILL)
+        elif way == "SIGTERM to the launcher":
+            job.send(signal.SIGTERM)
+        elif way == "Ctrl-C":
+            os.killpg(job.launcher.pid, signal.SIGINT)
+        else:
+            job.kill()
+    except (AssertionError, OSError):  # it has ended
+        return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, launcher, nproc, is_random", LAUNCHED, ids=str)
+def test_killed_at_random_and_resumed_exactly(script, launcher, nproc, is_random, request,
+                                              tmp_path):
+    kills = -(-request.config.getoption("--kills") // len(LAUNCHED))
+    seed = request.config.getoption("--kill-seed")
+    name = f"{script} by {launcher}, {nproc} processes, --kill-seed {seed}"
+    chance = random.Random(f"{name} {is_random}")
+    copy = small_copy(script, tmp_path / "train.py", is_random)
+    slow_copy = small_copy(script, tmp_path / "slow.py", is_random, (
+        'before "optimizer.zero_grad()"', "time.sleep(0.05)"))  # 3 seconds of training
+    flags = flags_of(script, tmp_path / "run.pt", children=True)[:-2]
+    flags[flags.index("--epochs") + 1] = 10
+    undisturbed, path = tmp_path / "undisturbed.pt", tmp_path / "run.pt"
+    train_to_end(copy, *flags, "--checkpoint", undisturbed, nproc=nproc)
+    if script in STEP_SCRIPTS:
+        flags += ["--save-every", 0.01]
+    ways = chance.choices(WAYS, k=kills)
+    counts = Counter()
+    status = None
+    while status != 0 or ways:
+        if status == 0:  # it has ended before it was disturbed as often as it should
+            assert_same_end(path, undisturbed, f"{name} after {dict(counts)}")
+            path.unlink()
+        with start(slow_copy, *flags, "--checkpoint", path, launcher=launcher, nproc=nproc,
+                   env={"OMP_NUM_THREADS": 1}) as job:
+            way = ways.pop(0) if ways else ""
+            if way:
+                disturb(job, way, chance)
+            status, text = job.result()
+            if way != "SIGKILL of the launcher" or launcher == "python":
+                wait_until_gone(job, f"{name}, {way}")
+        assert way or status == 0, f"{name} was not disturbed, but failed\n{text}"
+        counts[way if status != 0 else "ended"] += 1
+        counts["resumed"] += "resumed after" in text
+        if path.exists():
+            load_checkpoint(path)  # complete, whenever it was killed
+    assert_same_end(path, undisturbed, f"{name} after {dict(counts)}")
+    print(f"{name}: equal files after {dict(counts)}")
