@@ -156,7 +156,7 @@ class Network:
 class Lab(Network):
     """The machines, and Slurm on them.
 
-    hardware: for each node, its cores, and the hyperthreads of a core. With gpus, each node has two.
+    hardware: for each node, its cores, and the hyperthreads of a core. With gpus, each has two.
     Without affinity, nodes may have more cores than this machine.
     """
 
