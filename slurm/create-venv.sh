@@ -28,7 +28,7 @@ venv=$(cd "$venv" && pwd -P)
 export PIP_USER=0       # some sites set it, and pip refuses it in a venv
 remedy="delete $venv, unset PYTHONPATH if it is set, and run this again"
 "$venv/bin/python" -m pip --version >/dev/null || die "$venv has no pip that works: $remedy"
-"$venv/bin/python" -m pip install --quiet -r "$here/requirements.txt"
+"$venv/bin/python" -m pip install -r "$here/requirements.txt"
 # In a folder that was moved or copied, torchrun names another Python. PYTHONPATH may hold PyTorch.
 if ! grep -qF "$venv/bin/python" "$venv/bin/torchrun" || ! "$venv/bin/torchrun" --help >/dev/null
 then
