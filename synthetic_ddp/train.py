@@ -90,7 +90,7 @@ def load_data(args):
     inputs = torch.randn(args.samples, 10)
     labels = F.linear(inputs, torch.randn(3, 10)).argmax(1)
     data = TensorDataset(inputs, labels)
-    split = args.samples // 4
+    split = args.samples // 4  # these samples are in a random order: shuffle others before a split
     return Subset(data, range(split, args.samples)), Subset(data, range(split))
 
 
