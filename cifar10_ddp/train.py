@@ -18,10 +18,10 @@ multiplied to suit. To keep many GPUs busy, raise --global-batch: 128 images or 
 process computes at most --batch-size images at once: for larger shares, it adds up gradients.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, at the same step
-and with the same random numbers. On another number of processes, crops and dropout may differ.
-SIGTERM, Ctrl-C or a closed terminal stop all processes after the same step: they save, and exit
-with status 1. FILE.best has the weights of the epoch with the best validation result:
-model.load_state_dict(torch.load("FILE.best", map_location="cpu")).
+and with the same random numbers. (With another number of processes, or another --batch-size, crops
+and dropout may differ.) SIGTERM, Ctrl-C or a closed terminal stop all processes after the same
+step: they save, and exit with status 1. FILE.best has the weights of the epoch with the best
+validation result: model.load_state_dict(torch.load("FILE.best", map_location="cpu")).
 
 A job script for two nodes with four GPUs each. After its time limit, a preemption or the loss of a
 node, the job comes back, if it has saved since it started. FILE (run.pt) must be on a shared disk:
@@ -33,7 +33,7 @@ node, the job comes back, if it has saved since it started. FILE (run.pt) must b
     before=$(stat -c %y run.pt 2>&1)
     srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
         --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
-        train.py --global-batch 1024 --checkpoint run.pt && exit
+        train.py --global-batch 512 --workers 7 --checkpoint run.pt && exit
     # The processes save and end before the job (TERM@120): time to put it back into the queue, if
     # it has saved since it started. If it has not, the failure would occur again
     [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
@@ -43,6 +43,7 @@ Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
 """
 import argparse
+import contextlib
 import functools
 import math
 import os
@@ -162,7 +163,8 @@ def read_image(path, size):
     try:
         with Image.open(path) as image:
             image.draft(None, (4 * size, 4 * size))  # decodes large JPEGs smaller, which is faster
-            ImageOps.exif_transpose(image, in_place=True)
+            with contextlib.suppress(Exception):  # damaged EXIF data: viewers show the image, too
+                ImageOps.exif_transpose(image, in_place=True)
             if image.has_transparency_data:  # not on white or black: it would hide such drawings
                 gray = Image.new("RGBA", image.size, "gray")
                 image = Image.alpha_composite(gray, image.convert("RGBA"))
@@ -309,7 +311,7 @@ def train(args):
                  f"(processes) and at most {len(train_set)} (training images)")
     # What a resumed run may not change (args.parts may). DDP: it must be equal in all processes
     run = describe_run(args, len(train_set))
-    # DDP: a batch has the same number of parts for each process, of at most --batch-size images
+    # DDP: each process computes as many parts of a batch, of at most --batch-size images
     parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
     args.parts = min(parts, args.global_batch)
     if device.type == "cuda":
