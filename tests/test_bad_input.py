@@ -11,6 +11,7 @@ import torch
 from checkpoints import load_checkpoint
 from copies import make_copy
 from forked import train_forked, watch
+from image_folder import write_images
 from launchers import run
 from recorder import change_sets, use_small_model
 from scripts import DDP_SCRIPTS, SCRIPTS, load_script, script_path
@@ -202,3 +203,12 @@ def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
     end = train_forked(script, *flags_of(script), setup=setup)
     assert end.statuses == [0], (
         f"{script} refuses a model with a mask and frozen bytes: {end.statuses}\n{end.text}")
+
+
+@pytest.mark.parametrize("path", ["train/cat/0.png", "train/dog/1.jpg"])
+def test_a_damaged_image_is_named(path, tmp_path):
+    image = write_images(tmp_path) / path
+    image.write_bytes(image.read_bytes()[:200])
+    with pytest.raises(RuntimeError, match=f"cannot read the image {image}"):
+        load_script("cifar10_ddp").read_image(image, 224)
+        pytest.fail(f"the damaged image {path} is read without an error")

@@ -52,10 +52,8 @@ BLOCKS = {
         ("TensorBoard", 'before "for epoch in range({loop}"'),
         ("TensorBoard", 'after "{end}"'),
         ("profile", 'before "for epoch in range({loop}"'),
-        ("sampling", 'instead of "order = torch.randperm(len(order)"'),
     ],
     CIFAR10: [
-        ("damaged images", None),
         ("use", None),
         ("own data set", ""),
         ("write shards", None),
@@ -366,44 +364,7 @@ def test_tensorboard_gets_the_results(script):
     assert found == pytest.approx(expected, abs=1e-4), f"TensorBoard has {found}, not {expected}"
 
 
-def test_sampling_draws_each_class_as_often():
-    """Of 96 samples, 12 are of class 1, the others of class 0."""
-    def setup(module, rank):
-        use_small_model(module)
-        drawn = []
-        loss_and_counts = module.loss_and_counts
-        fake_images = module.fake_images
-        module.fake_images = lambda *arguments: [
-            (images, (torch.arange(len(images)) % 8 == 0).long())
-            for images, _ in fake_images(*arguments)]
-
-        def see(args, model, images, labels):
-            if model.training:
-                drawn.extend(labels.tolist())
-            return loss_and_counts(args, model, images, labels)
-
-        module.loss_and_counts = see
-        return drawn
-
-    make_copy("fashionmnist_ddp", "my.py", *edits(MAKE_IT_YOURS, "fashionmnist_ddp", "sampling"))
-    flags = (*FLAGS["fashionmnist_ddp"], "--epochs", 4)
-    drawn = sum(train_to_end("my.py", *flags, nproc=2, setup=setup).results, [])
-    part = sum(drawn) / len(drawn)
-    assert part == pytest.approx(0.5, abs=0.1), f"{part:.0%} of the samples are of the rare class"
-
-
 # ---- cifar10_ddp ----
-def test_all_damaged_images_are_printed():
-    write_images(Path("DIR"), train=4, val=4)
-    damaged = ["DIR/train/cat/0.png", "DIR/train/dog/1.jpg", "DIR/val/dog/1.jpg"]
-    for path in damaged:
-        Path(path).write_bytes(Path(path).read_bytes()[:200])
-    ((_, code),) = edits(CIFAR10, "cifar10_ddp", "damaged images")
-    text = run_code(code)
-    found = sorted(re.findall(r"cannot read the image (DIR/\S+)", text))
-    assert found == damaged, f"damaged are {damaged}, but the page's code prints\n{text}"
-
-
 def test_an_own_data_set_trains_as_the_folder_of_its_images():
     write_images(Path("DIR"), train=12, val=6)
     for folder, file in (("DIR/train", "train.csv"), ("DIR/val", "val.csv")):
