@@ -168,11 +168,12 @@ class Start(NamedTuple):
 def starts_of(pods):
     """Return the starts of the training by the logs of these pods: only rank 0 logs."""
     text = "".join(pod.log.read_text() for pod in pods)
-    parts = re.split(r"^world size (\d+)\b.* epochs (\d+) to .*$", text, flags=re.M)
+    first_line = r"^world size (\d+)\b.*? epochs(?:, resumed after (\d+))?.*$"
+    parts = re.split(first_line, text, flags=re.MULTILINE)
     starts = []
     for processes, first, log in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
         done = re.findall(r"^epoch (\d+)/", log, re.M) or [0]
-        starts.append(Start(int(processes), int(first), int(done[-1])))
+        starts.append(Start(int(processes), int(first or 0), int(done[-1])))
     return starts
 
 

@@ -17,7 +17,7 @@ from copies import make_copy
 from forked import at_step, train_forked, train_to_end
 from launchers import run, start, wait_until_gone
 from recorder import use_small_model
-from scripts import DDP_SCRIPTS, SCRIPTS, load_script, script_path
+from scripts import DDP_SCRIPTS, ROOT, SCRIPTS, load_script, script_path
 from slurm_lab import Network, booted, reason_to_skip
 from torch.multiprocessing import ProcessExitedException, start_processes
 
@@ -276,7 +276,7 @@ def test_processes_of_mp_spawn_share_the_cores(script, tmp_path):
 
 # ---- two machines ----
 HOSTS = """
-printf '%s\\n' '127.0.0.1 localhost' '127.0.1.1 {own}' >/run/hosts
+printf '%s\\n' '127.0.0.1 localhost' {lines} >/run/hosts
 mount --bind /run/hosts /etc/hosts
 """
 
@@ -287,27 +287,57 @@ class Machines(Network):
         super().up()
 
 
-@pytest.mark.slurm
-@pytest.mark.parametrize("script", ["cpu_ddp", "fashionmnist_ddp"])
-def test_the_command_for_two_machines_trains_on_two_machines(script, tmp_path):
-    """As the docstring has it. The hosts file is Debian's: a machine's own name is 127.0.1.1."""
+def train_on_two_machines(path, commands, hosts):
+    """Run a command on each machine, with the lines of its hosts file. They are to train together.
+
+    HOST in a command is replaced by what hosts returns for the first machine.
+    """
     if reason := reason_to_skip():
         pytest.skip(reason)
-    docstring = load_script(script).__doc__
-    (command,) = re.findall(r"^    (torchrun --nnodes=2 .*train\.py)", docstring, re.MULTILINE)
-    for old, new in (("--nproc-per-node=4", "--nproc-per-node=1"),
-                     ("train.py", " ".join(map(str, [script_path(script), *flags_of(script),
-                                                     "--checkpoint", tmp_path / "run.pt"])))):
-        assert old in command, f"{script}'s command has no {old}: {command}"
-        command = command.replace(old, new)
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
     with booted(lambda root: Machines(root, 2)) as network:
         machines = [network.machines[name] for name in ("c1", "c2")]
         for machine in machines:
-            machine.exec(HOSTS.format(own=machine.name))
-        command = command.replace("HOST", machines[0].address)
-        env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+            lines, host = hosts(machine, machines)
+            machine.exec(HOSTS.format(lines=" ".join(f"'{line}'" for line in lines)))
         with ThreadPoolExecutor() as pool:
-            text = "\n".join(pool.map(lambda machine: machine.exec(
-                command, timeout=200, check=False, env=env), machines))
+            text = "\n".join(pool.map(lambda machine, command: machine.exec(
+                command.replace("HOST", host), timeout=200, check=False, env=env),
+                machines, commands))
     assert "world size 2" in text, f"the machines do not train together:\n{text}"
-    assert (tmp_path / "run.pt").exists(), f"the training does not end:\n{text}"
+    assert path.exists(), f"the training does not end:\n{text}"
+
+
+def replaced(command, *edits):
+    for old, new in edits:
+        assert command.count(old) == 1, f"the command has no {old}:\n{command}"
+        command = command.replace(old, new)
+    return command
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("script", ["cpu_ddp", "fashionmnist_ddp"])
+def test_the_command_for_two_machines_trains_on_two_machines(script, tmp_path):
+    """As the docstring has it: HOST is the name of the first machine."""
+    (command,) = re.findall(r"^    (torchrun --nnodes=2 .*train\.py)", load_script(script).__doc__,
+                            re.MULTILINE)
+    run = [script_path(script), *flags_of(script), "--checkpoint", tmp_path / "run.pt"]
+    command = replaced(command, ("--nproc-per-node=4", "--nproc-per-node=1"),
+                       ("train.py", " ".join(map(str, run))))
+    train_on_two_machines(
+        tmp_path / "run.pt", [command, command], lambda machine, machines: (
+            [f"{other.address} {other.name}" for other in machines], machines[0].name))
+
+
+@pytest.mark.slurm
+def test_the_pages_commands_train_on_machines_whose_own_name_is_a_loopback_address(tmp_path):
+    """Debian's hosts file has a machine's own name as 127.0.1.1: HOST is an address."""
+    page = (ROOT / "cpu_ddp/README.md").read_text().split("### Two machines by hand")[1]
+    command = replaced(re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1],
+                       ("--nproc-per-node=4", "--nproc-per-node=1"),
+                       ("cifar10_ddp/train.py --global-batch 1024",
+                        f"{script_path('cpu_ddp')} --epochs 2"),
+                       ("/shared/run.pt", str(tmp_path / "run.pt")))
+    commands = [command, replaced(command, ("--node-rank=0", "--node-rank=1"))]
+    train_on_two_machines(tmp_path / "run.pt", commands, lambda machine, machines: (
+        [f"127.0.1.1 {machine.name}"], machines[0].address))
