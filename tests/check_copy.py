@@ -137,7 +137,10 @@ def main():
         return 2
     try:
         with contextlib.ExitStack() as ends:
-            folder = ends.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            # Paths of sockets of loader processes (44 more characters here) have 103 at most
+            short = "/tmp" if len(os.path.realpath(tempfile.gettempdir())) > 59 else None
+            folder = ends.enter_context(tempfile.TemporaryDirectory(dir=short,
+                                                                    ignore_cleanup_errors=True))
             servers = Servers(folder)
             ends.callback(servers.end)
             return compare(servers, os.path.realpath(folder), path, sys.argv[2:])

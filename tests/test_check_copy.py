@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -64,12 +65,13 @@ def command(*arguments, **variables):
 
 @pytest.mark.parametrize("script", [
     "cpu_ddp", *(pytest.param(script, marks=slow) for script in LAST_LINES if script != "cpu_ddp")])
-def test_a_script_as_it_is_passes(script, tmp_path, monkeypatch):
+def test_a_script_as_it_is_passes(script, tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_copy(script, "my.py")
-    # As in a pod or a notebook: variables of another job
+    # As in a pod or a notebook: variables of another job. A path that is too long for sockets
     status, text = command("my.py", *FLAGS.get(script, []), RANK="3", WORLD_SIZE="8",
-                           MASTER_ADDR="nowhere", SLURM_JOB_ID="1", PYTHONHASHSEED="0")
+                           MASTER_ADDR="nowhere", SLURM_JOB_ID="1", PYTHONHASHSEED="0",
+                           TMPDIR=str(tmp_path_factory.mktemp("long" * 20)))
     assert status == 0, f"{script} as it is does not pass its check:\n{text}"
     assert text.endswith(f"\n{LAST_LINES[script]}\n"), (
         f"{script} as it is: not {LAST_LINES[script]}:\n{text}")
@@ -79,17 +81,13 @@ def test_a_script_as_it_is_passes(script, tmp_path, monkeypatch):
 # ---- Edits that are wrong ----
 DATA = "all processes, and all starts, load the same data"
 LEAK = "no validation sample is a training sample"
-ENDS = "two processes train to the end"
 RANKS = "all processes have the same weights at the end"
-SAME = "what is saved is the same on all processes"
 MEAN = "the loss is a mean over the samples, and the counts are sums"
 STEPS = "one and two processes make the same steps: samples, rates and gradients"
 EVALUATIONS = "the same weights have the same validation results on one and two processes"
-AGAIN = f"{EVALUATIONS}: a second evaluation of the same weights"
 RESUMES = "a stopped and resumed run ends with the same numbers"
 
 SUMS = 'instead of "return sums.results("val_")"'
-SHARES = 'instead of "share = batch[rank::world_size]"'
 CRITIC = (RESUMED, """
 critic = nn.Linear(784, 1)
 critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)
@@ -102,45 +100,14 @@ WRONG = {
     "fashionmnist_ddp": {
         "model.module": (f"{STEPS}: these gradients", NO_GUARD, above(SMALL.replace(
             "= model(images)", "= getattr(model, 'module', model)(images)"))),
-        "a counter": (f"{RESUMES}.*loss of step 1", in_loss(
-            "COUNT.append(1)\nloss = loss / len(COUNT)", "COUNT = []\n")),
         "a metric of the share of a rank": (EVALUATIONS, (SUMS, """
             return {"val_accuracy": float(sums.counts / sums.samples)}""")),
-        "a metric of the classes of a batch": (EVALUATIONS, in_loss(
-            "counts = len(labels) * labels.unique().count_nonzero()")),
-        "a factor in evaluation": (f"{MEAN}: the loss of 10 samples", in_loss(
-            "if not model.training:\n    loss = loss / len(labels)")),
         "a sum": (f"{MEAN}: the loss of 10 samples", in_loss("loss = loss * len(labels)")),
         "a metric that is a mean": (f"{MEAN}: the counts are means", in_loss(
             "counts = logits.softmax(1).mean()")),
-        "weights of no model": (RESUMES, in_loss("loss = loss * SCALE", """
-SCALE = nn.Parameter(torch.ones(()))
-"""), ('instead of "optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)"', """
-            optimizer = torch.optim.Adam([*model.parameters(), SCALE], lr=3e-3)""")),
         "a second model without DDP": (RANKS, CRITIC, CRITIC_STEP),
-        "an average that is put into saved too late": (RESUMES, (RESUMED, """
-            saved["average"] = args.average = torch.optim.swa_utils.AveragedModel(model)"""),
-            (STEP, "args.average.update_parameters(getattr(ddp_model, 'module', ddp_model))")),
-        "BatchNorm trained in an evaluation": (
-            AGAIN, model("model = nn.Sequential(model, nn.BatchNorm1d(10))"),
-            ('instead of "    model.eval()"', "pass")),
-        "a state in an evaluation": (AGAIN, in_loss(
-            "if not model.training:\n    COUNT.append(1)\n    loss = loss * len(COUNT)",
-            "COUNT = []\n")),
-        "a rank that leaves the loop": (f"{ENDS}: make the same calls", (
-            'before "optimizer.zero_grad()"',
-            "if dist.get_rank() == 1 and sums.batches == 2:\n    break")),
-        "an error on one rank": (f"{ENDS}: they end with an error", (
-            STEP, "if dist.get_rank() == 1:\n    raise ValueError('one rank')")),
-        "a weight decay by the number of processes": (f"{STEPS}: rates", (
-            'instead of "optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)"', """
-            optimizer = torch.optim.AdamW(model.parameters(),
-                                          weight_decay=0.01 * dist.get_world_size())""")),
         "a factor in the gradient": (f"{STEPS}: .*2 times as large", (
             'instead of "weight = len(batch[0])"', "weight = dist.get_world_size()")),
-        "a best loss of a rank's share": (f"{SAME}: these differ: progress.best", (
-            EVALUATED, "progress['best'] = next(own_batches(args, val_set))[0].sum().item()"
-        )),
         "nothing saved in the first epoch": (f"{RESUMES}: .*has saved nothing", (
             'instead of "if rank == 0 and args.checkpoint:"', """
             if rank == 0 and args.checkpoint and epoch == args.epochs - 1:
@@ -148,10 +115,6 @@ SCALE = nn.Parameter(torch.ones(()))
                 save({**states, "progress": progress, "run": run}, args.checkpoint)""")),
         "a resume that begins anew": (f"{RESUMES}: the resumed run makes all 6 steps", (
             'instead of "    resume(checkpoint, run, saved, progress)"', "pass")),
-        "the whole batch on each rank": (f"{STEPS}: .* of 16 \\+ 16 samples", (
-            SHARES, "share = batch")),
-        "the local rank": (f"{STEPS}: the samples differ", (
-            SHARES, "share = batch[int(os.environ['LOCAL_RANK'])::world_size]")),
         "validation samples that are training samples": (
             f"{LEAK}: 128 of 128 different", ('before "train_set = [tensor.to(device)"', "pass"),
             above("""
@@ -159,7 +122,7 @@ def load_data(args):
     (images, labels), _ = fake_images(args.fake_data, (1, 28, 28), args.seed)
     return (images, labels), (images[:128], labels[:128])
 """)),
-        "a mode that is not restored": (f"{RESUMES}.*mode of step|{RESUMES}", in_loss(
+        "a mode that is not restored": (f"{RESUMES}.*mode of step 1", in_loss(
             "loss = loss + F.dropout(logits, training=model.training).mean()"),
             (EVALUATED, "train_epoch.__defaults__ = None\nmodel.eval()"),
             ('instead of "    ddp_model.train()"', "pass")),
@@ -177,46 +140,16 @@ def load_data(args):
     data = TensorDataset(inputs, torch.arange(200) % 3)
     return Subset(data, range(150)), Subset(data, range(150, 200))
 """)),
-        "layers that are left out at random": (f"{ENDS}: (?s:.*)find_unused_parameters", above("""
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 3)
-        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(6))
-
-    def forward(self, inputs):
-        inputs = self.first(inputs)
-        for block in self.blocks:
-            if not self.training or torch.rand(()) < 0.5:
-                inputs = inputs + block(inputs)
-        return self.last(inputs)
-
-
-def build_model(args):
-    return Deep()
-""")),
     },
     "cifar10_ddp": {
-        "numpy's split": (DATA, above("""
-import numpy
-
-
-def load_data(args):
-    args.classes = list("0123456789")
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (400, 3, 28, 28), generator=generator, dtype=torch.uint8)
-    order = torch.from_numpy(numpy.random.permutation(400))
-    return [TensorDataset(images[part], part % 10) for part in (order[:300], order[300:])]
-""")),
         "a stop that is forgotten": (f"{RESUMES}: SIGTERM does not stop", (
             'instead of "if stop and step < steps:"', "pass")),
     },
 }
-QUICK = ("model.module", "a counter")
 
 
 @pytest.mark.parametrize("script, kind", [
-    pytest.param(script, kind, marks=() if kind in QUICK else slow)
+    pytest.param(script, kind, marks=() if kind == "model.module" else slow)
     for script in WRONG for kind in WRONG[script]])
 def test_a_wrong_edit_is_noticed(check, script, kind):
     promise, *edits = WRONG[script][kind]
@@ -234,43 +167,15 @@ def load_data(args):
     data = TensorDataset(inputs[order], labels[order])
     return Subset(data, range(177, 531)), Subset(data, range(177))
 """
-NOTES = {  # what may be intended: the note, and edits
-    "rows repeated before the split": (
-        r"\d+ of \d+ different validation samples are training samples", above(SPLIT)),
-    "set_epoch forgotten": ("both epochs have the same order", (
-        'instead of "train_loader.sampler.set_epoch("', "pass")),
-    "evaluate with the DDP model, which has buffers": ("evaluate\\(\\) is called with the DDP", (
-        'instead of "val_results = evaluate("',
-        "val_results = evaluate(args, ddp_model, on_device(val_loader, device))"), above("""
-def build_model(args):
-    return nn.Sequential(nn.Linear(10, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-""")),
-    "dropout in an evaluation": ("the evaluation draws other random numbers", above("""
-def build_model(args):
-    class Dropout(nn.Module):
-        def forward(self, inputs):
-            return F.dropout(inputs)
-    return nn.Sequential(nn.Linear(10, 5), Dropout(), nn.Linear(5, 3))
-""")),
-    "class weights of a batch": ("the loss of 10 samples is", above("""
-def loss_and_counts(args, model, inputs, labels):
-    logits = model(inputs)
-    weights = 1 / labels.bincount(minlength=3).clamp(min=1)
-    return F.cross_entropy(logits, labels, weights), (logits.argmax(1) == labels).sum()
-""")),
-    "a file of both ranks": ("both processes write best.pt", (
-        EVALUATED, "torch.save(model.state_dict(), 'best.pt')")),
-}
+
 
 @slow
-@pytest.mark.parametrize("kind", NOTES)
-def test_what_may_be_intended_is_noted(check, kind):
-    note, *edits = NOTES[kind]
-    make_copy("synthetic_ddp", "my.py", *edits)
+def test_rows_repeated_before_the_split_are_noted(check):
+    make_copy("synthetic_ddp", "my.py", above(SPLIT))
     status, text = check()
-    assert status == 0 and re.search(f"^note  {note}", text, re.M), f"{kind}: {status}\n{text}"
-    assert kind != "rows repeated before the split" or f"ok    {LEAK}" not in text, (
-        f"rows that are in both sets, and yet:\n{text}")
+    note = r"^note  \d+ of \d+ different validation samples are training samples"
+    assert status == 0 and re.search(note, text, re.M), f"not {note!r}: {status}\n{text}"
+    assert f"ok    {LEAK}" not in text, f"rows that are in both sets, and yet:\n{text}"
 
 
 @slow
@@ -283,39 +188,6 @@ def test_the_lines_in_which_ranks_wait_for_each_other_are_printed(check):
         f"a barrier of rank 0 alone is not named:\n{text}")
     assert re.search(r"rank 1 waits in\n +line \d+, ", text), (
         f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
-
-
-@pytest.mark.parametrize("reason, edit", [
-    ("NVIDIA|CUDA", above(SMALL.replace("model(images)", "model(images.cuda())"))),
-    pytest.param("SyncBatchNorm", model(
-        "model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(model, "
-        "nn.BatchNorm1d(10)))"), marks=slow),
-    pytest.param("no step", ('instead of "optimizer.step()"', "pass"), marks=slow),
-    pytest.param("SystemExit: wrong", above("def load_data(args):\n    sys.exit('wrong')"),
-                 marks=slow),
-    pytest.param("killed by SIGKILL", in_loss("os.kill(os.getpid(), 9)"), marks=slow),
-    pytest.param("my.py: error: the following arguments are required: --csv", (
-        'before "parser.add_argument("--seed""', 'parser.add_argument("--csv", required=True)'),
-        marks=slow),
-])
-def test_what_cannot_be_checked_is_said(check, reason, edit):
-    make_copy("fashionmnist_ddp", "my.py", above(SMALL), edit)
-    status, text = check("--fake-data")
-    assert status == 2 and re.search(reason, text), (
-        f"a copy that cannot run here: status {status}, not 2 with {reason!r}:\n{text}")
-
-
-@slow
-@pytest.mark.parametrize("name, new, missing", [
-    ("evaluate(", "validate(", EVALUATIONS), ("loss_and_counts(", "losses(", MEAN)])
-def test_a_renamed_function_is_not_checked_and_the_rest_is(check, name, new, missing):
-    make_copy("fashionmnist_ddp", "my.py", above(SMALL))
-    with open("my.py") as file:
-        text = file.read().replace(name, new)
-    with open("my.py", "w") as file:
-        file.write(text)
-    status, text = check("--fake-data")
-    assert status == 0 and f"----  not checked: {missing}" in text, f"{new}: {status}\n{text}"
 
 
 # ---- The user's files, by the command ----
@@ -435,153 +307,43 @@ def test_an_error_beside_loader_processes_is_printed_at_once(check):
 @slow
 def test_a_stopped_check_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    os.mkdir("tmp[1]")
     make_copy("cifar10_ddp", "my.py", above(SMALL),
                in_loss("open('started', 'w').close()\ntime.sleep(300)"))
-    process = start_command("my.py", "--fake-data", TMPDIR="tmp[1]")
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("started")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGHUP)
-    text = process.communicate(timeout=60)[0]
+    with tempfile.TemporaryDirectory(suffix="[1]") as temporary:
+        process = start_command("my.py", "--fake-data", TMPDIR=temporary)
+        deadline = time.monotonic() + 60
+        while not list(pathlib.Path(temporary).rglob("started")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        late = time.monotonic() >= deadline
+        process.send_signal(signal.SIGHUP)
+        text = process.communicate(timeout=60)[0]
+        left = os.listdir(temporary)
     processes = subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True, text=True).stdout
+    assert not late, f"the copy has not begun to train in 60 s:\n{text}"
     assert process.returncode == 2 and "interrupted" in text, f"{process.returncode}:\n{text}"
-    assert os.listdir() == ["tmp[1]", "my.py"] or sorted(os.listdir()) == ["my.py", "tmp[1]"], (
-        f"a stopped check leaves {os.listdir()}")
-    assert not os.listdir("tmp[1]"), f"a stopped check leaves {os.listdir('tmp[1]')}"
+    assert os.listdir() == ["my.py"], f"a stopped check leaves {os.listdir()}"
+    assert not left, f"a stopped check leaves {left}"
     assert str(tmp_path) not in processes, f"a stopped check leaves processes:\n{processes}"
 
 
 OLD = "parse_args, load_data\ndef train(args):\ndef results_of(loss_sum, counts, samples):"
 
 
-@pytest.mark.parametrize("argument, text, expected, reason", [
-    ("mine.py", "", 2, "----  not checked: mine.py: there is no such file\n"),
-    ("my.py", "def main():\n    pass", 2, "----  not checked: my.py: .*no copy.*\n"),
-    ("my.py", OLD, 2, "----  not checked: my.py: .*use the check_copy.py of its version\n"),
-    ("--help", "", 0, re.escape(check_copy.__doc__) + "\n")])
-def test_what_is_no_copy_of_this_version_is_refused(argument, text, expected, reason, tmp_path,
-                                                    monkeypatch):
+def test_what_is_no_copy_of_this_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with open("my.py", "w") as file:
-        file.write(text)
-    status, text = command(argument)
-    assert status == expected and re.fullmatch(reason, text), f"{status}\n{text}"
+    for argument, text, expected, reason in (
+            ("mine.py", "", 2, "----  not checked: mine.py: there is no such file\n"),
+            ("my.py", "def main():\n    pass", 2, "----  not checked: my.py: .*no copy.*\n"),
+            ("my.py", OLD, 2, "----  not checked: my.py: .*use the check_copy.py of its version\n"),
+            ("--help", "", 0, re.escape(check_copy.__doc__) + "\n")):
+        with open("my.py", "w") as file:
+            file.write(text)
+        status, said = command(argument)
+        assert status == expected and re.fullmatch(reason, said), (
+            f"{argument} with {text!r}: {status}\n{said}")
 
 
 # ---- Edits that are right ----
-LSTM = """
-class Waves(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(1, 12, batch_first=True)
-        self.out = nn.Linear(12, 1)
-
-    def forward(self, x):
-        return self.out(self.lstm(x.unsqueeze(2))[0]).squeeze(2)
-
-
-def build_model(args):
-    return Waves()
-
-
-def load_data(args):
-    waves = torch.sin((torch.arange(60) + 80 * torch.rand(97, 1)) / 20)
-    return (waves[:70, :-1], waves[:70, 1:]), (waves[70:, :-1], waves[70:, 1:])
-
-
-def loss_and_counts(args, model, inputs, targets):
-    errors = (model(inputs) - targets).square().mean(1)
-    return errors.mean(), errors.detach().sum()
-
-
-def train_epoch(args, ddp_model, optimizer, scheduler, batches):
-    ddp_model.train()
-    sums = Sums()
-    for batch in batches:
-        def closure():
-            optimizer.zero_grad()
-            loss, counts = loss_and_counts(args, ddp_model, *batch)
-            weight = len(batch[0]) * dist.get_world_size() / args.global_batch
-            (weight * loss).backward()
-            results.append((loss.detach(), counts))
-            mean = loss.detach() * len(batch[0])
-            dist.all_reduce(mean)  # all ranks make the same steps
-            return mean / args.global_batch
-
-        results = []
-        optimizer.step(closure)
-        sums.add(*results[0], len(batch[0]))
-    return sums.results()
-"""
-VAE = """
-class VAE(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(784, 8)
-        self.decoder = nn.Linear(4, 784)
-
-    def forward(self, images):
-        mean, spread = self.encoder(images.flatten(1)).chunk(2, 1)
-        return self.decoder(mean + (spread / 2).exp() * torch.randn_like(mean)), mean, spread
-
-
-def build_model(args):
-    return VAE()
-
-
-def loss_and_counts(args, model, images, labels):
-    images = images / 255
-    output, mean, spread = model(images)
-    loss = F.binary_cross_entropy_with_logits(output, images.flatten(1), reduction="sum")
-    loss = loss - 0.5 * (1 + spread - mean.square() - spread.exp()).sum()
-    return loss / len(images), loss.detach()
-"""
-PAIRS = """
-import numpy
-
-
-class Pairs(Dataset):
-    def __init__(self, images, labels):
-        self.images = images
-        self.of_class = [(labels == number).nonzero().flatten().tolist() for number in range(10)]
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        same = numpy.random.rand() < 0.5
-        others = self.of_class[(index + (0 if same else random.randrange(1, 10))) % 10]
-        return self.images[index], self.images[random.choice(others)], float(same)
-
-
-class Twins(Small):
-    def forward(self, first, second):
-        return self.head((self.features(first) - self.features(second)).abs())[:, 0]
-
-
-def build_model(args):
-    return Twins()
-
-
-class FixedPairs(Pairs):
-    def __getitem__(self, index):
-        random.seed(index)
-        numpy.random.seed(index)
-        return super().__getitem__(index)
-
-
-def load_data(args):
-    args.classes = ["different", "same"]
-    train_set, val_set = fake_images(200, (3, 32, 32), random.randrange(1000))
-    return Pairs(*train_set), FixedPairs(*val_set)
-
-
-def loss_and_counts(args, model, first, second, same):
-    logits = model(first, second)
-    loss = F.binary_cross_entropy_with_logits(logits, same.float())
-    return loss, ((logits > 0) == (same > 0.5)).sum()
-"""
 SCENES = """
 class Scenes(Dataset):
     def __init__(self, count, seed):
@@ -701,39 +463,6 @@ def center(module, inputs):
         module.center.lerp_(inputs[0].detach().mean(0), 0.5)
     return inputs[0] - module.center
 """
-GATHERED = """
-import torch.distributed.nn
-
-
-def loss_and_counts(args, model, images, labels):
-    vectors = F.normalize(model(images), dim=1)
-    others, offset = vectors, 0
-    if model.training and dist.get_world_size() > 1:
-        others = torch.cat(torch.distributed.nn.all_gather(vectors))
-        offset = dist.get_rank() * len(vectors)
-    loss = F.cross_entropy(vectors @ others.T, offset + torch.arange(len(vectors)))
-    return loss, torch.zeros(())
-"""
-WORDS = """
-import torch
-
-
-class Words(torch.utils.data.Dataset):
-    def __init__(self, first, last):
-        self.numbers = range(first, last)
-        self.mean = torch.tensor(0.5)
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(self.numbers[index])
-        return torch.randn(10, generator=generator), self.numbers[index] % 3
-
-
-def load_data(args, length):
-    return Words(0, 200), Words(200, 250), {"word": 1}, length
-"""
 HELPER = """
 from pathlib import Path
 
@@ -760,17 +489,6 @@ def write(text):
 EVALUATION = 'instead of "val_results = evaluate("'
 LOSS_CALL = 'instead of "loss, counts = loss_and_counts(args, ddp_model, *batch)"'
 RIGHT = {
-    "an LSTM with LBFGS": ("fashionmnist_ddp", above(LSTM), above("""
-def build_optimizer(args, model, steps):
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=args.lr, max_iter=5)
-    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer)
-""")),
-    "a VAE, whose evaluation is seeded": (
-        "fashionmnist_ddp", above(VAE),
-        ('before "val_results = evaluate("', "torch.manual_seed(0)")),
-    "siamese pairs, by numpy with a seed for each sample": (
-        "cifar10_ddp", above(SMALL + PAIRS),
-        ('after "seed_all(*numbers)  #"', "numpy.random.seed(hash(tuple(numbers)) % 2**32)")),
     "detection, with lists, dictionaries and a file": (
         "cifar10_ddp", above(SCENES),
         ('instead of "yield [tensor.to(device, non_blocking=True)"', "yield batch"),
@@ -785,8 +503,6 @@ def build_optimizer(args, model, steps):
         ('after "ddp_model = DDP(model"', """
         args.maker = DDP(maker) if world_size > 1 else maker
         args.maker_optimizer = maker_optimizer""")),
-    "a loss of pairs, gathered from all ranks (noted)":
-        ("fashionmnist_ddp", above(SMALL + GATHERED)),
     "buffers, frozen layers, one that eval() merges, and an average that is evaluated": (
         "cifar10_ddp", above(SMALL + LOW_RANK), model("""
 model.requires_grad_(False)
@@ -827,80 +543,6 @@ def loss_and_counts(args, model, inputs, labels, progress=1.0):
     loss = F.cross_entropy(logits, labels, label_smoothing=0.1 * progress)
     return loss, (logits.argmax(1) == labels).sum()
 """), (LOSS_CALL, "loss, counts = loss_and_counts(args, ddp_model, *batch, progress=0.5)")),
-    "SAM, and data, a vocabulary and a number from a module": (
-        "synthetic_ddp", ('instead of "def load_data(args):"', "from words import load_data"),
-        ('instead of "train_set, val_set = load_data(args)"', """
-        train_set, val_set, vocabulary, length = load_data(args, 20)
-        assert (vocabulary, length) == ({"word": 1}, 20)"""),
-        ('instead of "    optimizer.step()"', """
-        model = getattr(ddp_model, "module", ddp_model)
-        with torch.no_grad():
-            moves = [0.01 * weight.grad.sign() for weight in model.parameters()]
-            for weight, move in zip(model.parameters(), moves):
-                weight.sub_(move)
-        optimizer.zero_grad()
-        loss_and_counts(args, ddp_model, *batch)[0].backward()
-        with torch.no_grad():
-            for weight, move in zip(model.parameters(), moves):
-                weight.add_(move)
-        optimizer.step()""")),
-    "batches that are dictionaries, as of Hugging Face": ("synthetic_ddp", above("""
-import collections
-
-
-class Batch(collections.UserDict):
-    def __len__(self):
-        return len(self["labels"])
-
-
-def loss_and_counts(args, model, batch):
-    logits = model(batch["inputs"])
-    return F.cross_entropy(logits, batch["labels"]), (logits.argmax(1) == batch["labels"]).sum()
-"""), ('instead of "yield [tensor.to(device, non_blocking=True)"', "yield [batch]"),
-        ('instead of "options = {"num_workers"', """
-        def collate(samples):
-            inputs, labels = torch.utils.data.default_collate(samples)
-            return Batch(inputs=inputs, labels=labels)
-        return {"collate_fn": collate}""")),
-    "a pair as one argument, and a number": ("fashionmnist_ddp", above(SMALL), above("""
-def loss_and_counts(args, model, pair, smoothing):
-    images, labels = pair
-    logits = model(images)
-    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
-    return loss, (logits.argmax(1) == labels).sum()
-"""), (LOSS_CALL, "loss, counts = loss_and_counts(args, ddp_model, batch, 0.1)"),
-        ('instead of "loss, counts = loss_and_counts(args, model, *batch)"',
-         "loss, counts = loss_and_counts(args, model, batch, 0.0)")),
-    "random samples of a data set, dropout and BatchNorm": ("synthetic_ddp", above("""
-class Noisy(TensorDataset):
-    def __getitem__(self, index):
-        inputs, label = super().__getitem__(index)
-        return inputs + 0.1 * torch.randn(10), label
-
-
-def load_data(args):
-    inputs, labels = torch.randn(300, 10), torch.arange(300) % 3
-    return Noisy(inputs[100:], labels[100:]), TensorDataset(inputs[:100], labels[:100])
-
-
-def build_model(args):
-    return nn.Sequential(nn.Linear(10, 9), nn.BatchNorm1d(9), nn.Dropout(), nn.Linear(9, 3))
-""")),
-    "no validation samples": ("fashionmnist_ddp", above(SMALL + """
-def load_data(args):
-    (x, y), _ = fake_images(400, (1, 28, 28), 0)
-    return (x, y), (x[:0], y[:0])
-""")),
-    "as many validation images as classes, and blank images in both sets (noted)": (
-        "cifar10_ddp", above(SMALL + """
-def load_data(args):
-    args.classes = list("0123456789")
-    sets = [TensorDataset(*tensors) for tensors in fake_images(400, (3, 28, 28), 0)]
-    for data in sets:
-        data.tensors[0][:6] = 255
-        data.tensors[1][:6] = 0
-    return sets[0], Subset(sets[1], range(10))
-""")),
     # What the check has once misjudged
     "a small random_split, keywords, no default of --lr, and a helper that writes beside itself": (
         "synthetic_ddp", above("""
@@ -945,8 +587,7 @@ def load_data(args):
 def test_a_right_edit_is_no_false_alarm(check, kind):
     script, *edits = RIGHT[kind]
     make_copy(script, "my.py", *edits)
-    for name, text in (("rows", bytes(range(100))), ("words.py", WORDS.encode()),
-                       ("helper.py", HELPER.encode())):
+    for name, text in (("rows", bytes(range(100))), ("helper.py", HELPER.encode())):
         with open(name, "wb") as file:
             file.write(text)
     status, text = check(*FLAGS.get(script, []))
