@@ -419,6 +419,8 @@ class SeededBatches(Dataset):
     def __getitem__(self, part):
         *numbers, indices = part
         seed_all(*numbers)  # other random crops for each part. A resumed run draws the same
+        if type(self.data) is TensorDataset:  # all samples at once, which is faster
+            return [tensor.index_select(0, torch.tensor(indices)) for tensor in self.data.tensors]
         return default_collate([self.data[index] for index in indices])
 
 
