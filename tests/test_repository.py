@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 from copy_functions import shared_functions
-from scripts import ROOT, SCRIPTS, script_path
+from scripts import ROOT, SCRIPTS, name_of, script_path
 
 
 def tracked(*patterns):
@@ -17,11 +17,6 @@ def tracked(*patterns):
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", *patterns]
     names = subprocess.check_output(command, cwd=ROOT, text=True, timeout=30).split("\0")
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
-
-
-def name_of(path):
-    """Return a path below the top of the repository: the name of a test's case."""
-    return str(path.relative_to(ROOT))
 
 
 PYTHON_FILES = tracked("*.py")
