@@ -105,6 +105,7 @@ def test_lines_have_at_most_100_characters():
     assert not found, f"lines of more than 100 characters: {found}"
 
 
+@pytest.mark.slow
 def test_an_unknown_marker_is_an_error():
     """Else, .ci/run would be green without the tests of a marker with a typing error."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "quik",

@@ -130,8 +130,8 @@ def test_killed_anywhere_and_resumed_exactly(script, place, runs, tmp_path):
     assert_same_end(tmp_path / "run.pt", undisturbed, f"{script} is killed {place}")
 
 
-@pytest.mark.parametrize("script, nproc", [(script, nproc) for script in DDP_SCRIPTS
-                                           for nproc in (1, 2)])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_dropout_batchnorm_and_random_transforms_are_repeated(script, nproc, runs, tmp_path):
     """In a copy that has them all, with loader processes; the undisturbed run has none."""
     copy, undisturbed = runs(script, nproc, True)

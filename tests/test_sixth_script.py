@@ -76,7 +76,7 @@ def test_a_script_is_added_by_the_recipe(clone):
     done = run_tests(clone, "tests/test_repository.py", "tests/test_smoke.py",
                      "tests/test_equal.py", "tests/test_resume.py", "tests/test_launch.py",
                      "tests/test_bad_input.py", "-m", "not slow and not slurm",
-                     "-k", "kmnist_ddp or test_repository")
+                     "-k", "kmnist_ddp or declared or same_name")
     assert done.returncode == 0, f"the tests of a sixth script fail:\n{done.stdout[-6000:]}"
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
     assert passed > 60, f"only {passed} tests run for a sixth script:\n{done.stdout}"
