@@ -235,7 +235,8 @@ def test_an_exception_ends_the_run_at_once_and_leaves_nothing(place, tmp_path):
     assert result.status != 0, f"an exception in {place} of {script}: status 0\n{result.text}"
     assert "broken on purpose" in result.text, (
         f"an exception in {place} of {script} is not printed\n{result.text}")
-    if launcher == "torchrun":
+    # torchrun reports nothing if it kills another rank that is just writing an error of its own
+    if launcher == "torchrun" and "Failed to parse reply file" not in result.text:
         report = result.text[result.text.rfind("Root Cause"):]
         assert "broken on purpose" in report, f"torchrun's report has not the error\n{result.text}"
 

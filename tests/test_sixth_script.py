@@ -87,7 +87,7 @@ def test_a_script_is_added_by_the_recipe(clone):
 def test_steps_that_are_left_out_are_named(clone, made):
     """All but one. Without its row in SCRIPTS, the other steps are not missed yet."""
     STEPS[made](clone)
-    done = run_tests(clone, "tests/test_repository.py", "-k", "declared")
+    done = run_tests(clone, "tests/test_repository.py", "-k", "declared", "--tb=line")
     assert done.returncode != 0, f"nothing is missing with the step of {made} alone"
     for name in ["SCRIPTS"] if made != "SCRIPTS" else STEPS.keys() - {made}:
         assert name in done.stdout, f"{name} is missing, and is not named:\n{done.stdout}"
