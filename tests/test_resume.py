@@ -61,7 +61,8 @@ class Noisy(AnyDataset):
 
 
 def load_data(args):
-    return [Noisy(data) if isinstance(data, AnyDataset) else data for data in plain_data(args)]
+    train_set, *others = plain_data(args)
+    return [Noisy(train_set) if isinstance(train_set, AnyDataset) else train_set, *others]
 """
 
 
