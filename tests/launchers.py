@@ -23,13 +23,6 @@ GPUS = GPUS[:COUNT]  # as CUDA_VISIBLE_DEVICES names them: for test_gpu.py
 START = 240  # seconds within which new interpreters train, on a machine that is very busy
 LAUNCHER_VARIABLES = re.compile(
     r"(SLURM|TORCHELASTIC|PET|MASTER|GROUP|ROLE|LOCAL|OMP|OMPI|PMI|PMIX)_|RANK$|WORLD_SIZE$")
-SRUN = """
-for ((rank = 0; rank < SLURM_STEP_NUM_TASKS; rank++)); do
-    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$SLURM_STEP_NUM_TASKS "$@" &
-    pids+=($!)
-done
-for pid in "${pids[@]}"; do wait "$pid" || exit; done
-"""
 
 
 def free_port():
@@ -153,8 +146,7 @@ def wait_until_gone(job, what):
 def start(script, *flags, launcher="python", nproc=1, cwd=None, env=None):
     """Start a script (a name of SCRIPTS, or a path). Return the Job, for a `with` statement.
 
-    launcher: "python", "spawn" (python with --nproc), "torchrun" or "srun" (nproc processes
-    with the variables of a Slurm step, and those that an sbatch file sets for each task).
+    launcher: "python", "spawn" (python with --nproc) or "torchrun".
     """
     command = [sys.executable, script_path(script)]
     env = clean_environment(**(env or {}))
@@ -164,10 +156,6 @@ def start(script, *flags, launcher="python", nproc=1, cwd=None, env=None):
                         "--master-addr=127.0.0.1", f"--master-port={port}"]
     elif launcher == "spawn":
         command += ["--nproc", nproc]
-    elif launcher == "srun":
-        command[:0] = ["bash", "-c", SRUN, "srun"]
-        env.update(SLURM_JOB_ID="4711", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(nproc),
-                   MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return Job([*command, *flags], env, cwd)
 
 

@@ -109,6 +109,13 @@ def change_sets(module, change):
     module.load_data = load_changed_data
 
 
+def first_samples(data, count):
+    """Return so many samples of a set. A negative count: all but so many of the last ones."""
+    if isinstance(data, (tuple, list)):
+        return [tensor[:count] for tensor in data]
+    return Subset(data, range(len(data))[:count])
+
+
 def number_samples(data):
     """Write its number into all values of each input of a set. Return the numbers in the set.
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT-0
-# Run the quick tests, which have no marker: about two minutes on two cores. Every script trains for
-# one epoch on the CPU and learns; on one, two and three processes, runs are equal; killed at any
-# place, they resume exactly; mistakes and other runs' checkpoints are refused.
+# Run the quick tests, which have no marker: about three minutes on two cores. Every script trains
+# for one epoch on the CPU and learns; on one, two and three processes, runs are equal; killed at
+# any place, they resume exactly; mistakes and other runs' checkpoints are refused.
 #
 # With --all, run all tests. The markers are slow (kills at random moments, launchers by the real
 # command), slurm, pods, images, gpu. The end of the output lists what this machine cannot run, with

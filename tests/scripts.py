@@ -1,4 +1,4 @@
-"""The scripts: a row of one table for each. tests/README.md says how one is added."""
+"""The scripts: a row of one table for each (tests/README.md: how one is added); and pages."""
 
 import importlib.util
 import re
@@ -14,7 +14,7 @@ class Script(NamedTuple):
     learn: tuple  # flags with which it learns in one epoch, on the CPU, within a few seconds
     learned: tuple[str, float]  # a name in the log, and what it is at least (a loss: at most) then
     header: str  # what the first line then begins with; {nproc}: processes
-    starts: tuple[tuple[str, int], ...]  # how the smoke test starts it: launcher, processes
+    start: tuple[str, int]  # how the smoke test starts it: launcher, processes
     saves: str = "epoch"  # what it resumes after: an "epoch", any "step", or "" (it does not save)
     best: bool = True  # whether it has validation samples, and saves the best weights
     several_processes: bool = True
@@ -28,7 +28,7 @@ SCRIPTS = {
         learn=("--lr", 0.05, "--global-batch", 16),
         learned=("loss", 2.0),  # without training: about 20
         header="world size {nproc} | global batch 16 ",
-        starts=(("python", 1), ("torchrun", 2)),
+        start=("torchrun", 2),
         best=False,
         data_flag="--samples",
     ),
@@ -36,7 +36,7 @@ SCRIPTS = {
         learn=("--fake-data", "--lr", 2e-3, "--batch-size", 16),
         learned=("val_accuracy", 0.7),
         header="GPUs none",
-        starts=(("python", 1),),
+        start=("python", 1),
         saves="",
         best=False,
         several_processes=False,
@@ -45,7 +45,7 @@ SCRIPTS = {
         learn=("--fake-data", 384, "--lr", 0.3, "--global-batch", 12),
         learned=("val_accuracy", 0.6),
         header="world size {nproc} on cpu | resnet18 | global batch 12 ",
-        starts=(("torchrun", 2),),
+        start=("torchrun", 2),
         saves="step",
         no_children=("--workers", 0),
     ),
@@ -53,13 +53,13 @@ SCRIPTS = {
         learn=("--fake-data", "--global-batch", 16),
         learned=("val_accuracy", 0.5),
         header="world size {nproc} on cpu | global batch 16 ",
-        starts=(("srun", 2), ("spawn", 2)),
+        start=("spawn", 2),
     ),
     "synthetic_ddp": Script(
         learn=("--lr", 0.05, "--global-batch", 32),
         learned=("val_accuracy", 0.85),
         header="world size {nproc} on cpu | global batch 32 ",
-        starts=(("torchrun", 2),),
+        start=("torchrun", 2),
         any_number=False,
         data_flag="--samples",
         no_children=("--workers", 0),
@@ -84,3 +84,13 @@ def load_script(script):
     sys.modules[name] = module  # to pickle its functions and classes
     spec.loader.exec_module(module)
     return module
+
+
+def name_of(path):
+    """Return a path below the top of the repository: the name of a test's case."""
+    return str(path.relative_to(ROOT))
+
+
+def code_blocks(path, language):
+    """Return the blocks of code of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)

@@ -14,8 +14,8 @@ import torch.nn as nn
 from checkpoints import assert_equal
 from copies import make_copy
 from forked import fork, train_to_end
-from recorder import (change_sets, flat, loss_of, number_samples, numbers_of, record_small_model,
-                      sets_of, use_small_model)
+from recorder import (change_sets, first_samples, flat, loss_of, number_samples, numbers_of,
+                      record_small_model, sets_of, use_small_model)
 from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script
 
 SAMPLES = 56
@@ -217,14 +217,8 @@ def test_fewer_validation_samples_than_processes_and_none(script):
     """A rank without samples takes part, and without any there is no result."""
     for count, words in ((1, "val_loss"), (0, "no validation samples")):
         def setup(module, rank):
-            def cut(data, train_set):
-                if train_set:
-                    return data
-                if isinstance(data, (tuple, list)):
-                    return [tensor[:count] for tensor in data]
-                return torch.utils.data.Subset(data, range(count))
-
-            change_sets(module, cut)
+            change_sets(module, lambda data, train_set: (
+                data if train_set else first_samples(data, count)))
             use_small_model(module)
 
         text = train_to_end(script, *flags_of(script), nproc=2, setup=setup).text

@@ -148,13 +148,6 @@ def test_numbers_that_the_page_explains_are_those_of_the_manifests():
             f"{name} is {found} in the manifests, {explained.get(name)} on the page")
 
 
-@pytest.mark.parametrize("manifest", ["job", "pytorchjob", "trainjob", "files"])
-def test_image_and_volume_are_those_that_are_exported(manifest):
-    text = render(manifest, IMAGE_URI="my-image", CLAIM_NAME="my-claim").stdout
-    found = values(r"(?:image|claimName): ([\w-]+)", text)
-    assert found == ["my-image", "my-claim"], f"my-image and my-claim are exported, not {found}"
-
-
 @pytest.mark.parametrize("manifest", [*TRAINING, "files"])
 def test_pods_run_as_the_user_of_the_image(manifest):
     (user,) = values(r"--uid (\d+)", lab.DOCKERFILE.read_text())
@@ -323,7 +316,10 @@ REQUIREMENTS = {
             "node", "Trainer finds it by this name"),
         "container/name": ("node", "Trainer finds it by this name"),
     },
-    "files": RESTRICTED | NO_TOKEN | ON_A_VOLUME,
+    "files": RESTRICTED | NO_TOKEN | ON_A_VOLUME | {
+        "container/image": (lab.OUR_IMAGE, "IMAGE_URI"),
+        "volumes/fsx/persistentVolumeClaim/claimName": ("fsx-claim", "CLAIM_NAME"),
+    },
     "etcd.yaml": RESTRICTED | NO_TOKEN,
 }
 

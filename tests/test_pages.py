@@ -9,15 +9,10 @@ from pathlib import Path
 
 import pytest
 from launchers import Job, clean_environment
-from scripts import ROOT, SCRIPTS, load_script
+from scripts import ROOT, SCRIPTS, code_blocks, load_script, name_of
 from torch.distributed.run import get_args_parser
 
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("*/*.md")])
-
-
-def name_of(path):
-    """Return a path below the top of the repository: the name of a test's case."""
-    return str(path.relative_to(ROOT))
 
 
 # ---- links and lines ----
@@ -52,11 +47,6 @@ def test_lines_of_pages_have_at_most_100_characters(path):
 
 
 # ---- commands and samples ----
-def code_blocks(path, language):
-    """Return the blocks of code of a page in this language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
-
-
 def commands(path):
     """Return the commands in the blocks of a page: one a line, without comments."""
     text = "".join(code_blocks(path, "bash")).replace("\\\n", " ")

@@ -21,7 +21,7 @@ from forked import kill_after, train_and_kill, train_to_end
 from image_folder import TINY, write_images
 from launchers import clean_environment
 from recorder import use_small_model
-from scripts import BEST_SCRIPTS, ROOT, load_script
+from scripts import BEST_SCRIPTS, ROOT, code_blocks, load_script
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 pytestmark = pytest.mark.slow
@@ -77,11 +77,6 @@ FLAGS = {  # for short runs with a small model
     "cifar10_ddp": ("--fake-data", 96, "--global-batch", 16, "--workers", 0),
 }
 all_scripts = pytest.mark.parametrize("script", BEST_SCRIPTS)
-
-
-def code_blocks(path, language):
-    """Return the blocks of code of a page in this language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def edits(page, script, *names):
@@ -161,7 +156,7 @@ def test_files_train_alike_and_their_weights_classify():
         plain = code.replace(old, new)
         code, noisy = plain, code
     make_copy("synthetic_ddp", "my.py", (place, code))
-    assert_trains_alike("my.py", "--global-batch", 16, "--workers", 1)
+    assert_trains_alike("my.py", "--global-batch", 16, "--workers", 1, resumes=False)
     shutil.copy("two.pt.best", "my.pt.best")
     ((_, use),) = edits(MAKE_IT_YOURS, "synthetic_ddp", "use")
     classes = re.findall(r"\d+", run_code(use))
@@ -211,7 +206,7 @@ def test_a_table_is_learned():
     Path("table.csv").write_text("\n".join(rows))
     make_copy("fashionmnist_ddp", "my.py",
               *edits(MAKE_IT_YOURS, "fashionmnist_ddp", "tensors", "table"))
-    printed = assert_trains_alike("my.py", "--global-batch", 16, "--lr", 0.01)
+    printed = assert_trains_alike("my.py", "--global-batch", 16, "--lr", 0.01, resumes=False)
     assert printed[-1]["val_accuracy"] > 0.8, f"the copy does not learn its table: {printed}"
     mean, _ = torch.load("scales.pt")
     assert mean.tolist() == pytest.approx(columns[:810].mean(0).tolist(), rel=0.2), (
@@ -255,7 +250,7 @@ def test_class_weights_train_alike(script):
     """With losses of images of rare classes weighted more: a mean of ten weights is 1."""
     weights, loss = edits(MAKE_IT_YOURS, script, "class weights")
     make_copy(script, "my.py", weights, ('before "weights = len(y)"', LABELS), loss)
-    assert_trains_alike("my.py", *FLAGS[script], setup=small)
+    assert_trains_alike("my.py", *FLAGS[script], setup=small, resumes=False)
     values = load_checkpoint("two.pt")["run"]["class_weights"]
     assert sum(map(float, values.strip("[]").split(","))) == pytest.approx(10, rel=0.1), values
 
@@ -267,7 +262,8 @@ def test_a_language_model_trains_alike_and_learns():
     assert "dropout=0.1" in code and "layers=4" in code, "the page's model is another one"
     small = code.replace("dropout=0.1", "dropout=0.0").replace("layers=4", "layers=1")
     make_copy("synthetic_ddp", "my.py", (place, small))
-    printed = assert_trains_alike("my.py", "--global-batch", 8, "--workers", 0, "--lr", 0.01)
+    printed = assert_trains_alike("my.py", "--global-batch", 8, "--workers", 0, "--lr", 0.01,
+                                  resumes=False)
     assert printed[-1]["val_accuracy"] > 0.7, f"the model does not learn its text: {printed}"
 
 
@@ -296,61 +292,27 @@ def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
             f"{name} must be {weight}, but by the page's code, it is {found[name]}")
 
 
-@all_scripts
-def test_f1_is_the_mean_over_the_classes(script):
-    make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "F1"))
-    printed = assert_trains_alike("my.py", *FLAGS[script], setup=small, resumes=False)
-    module = load_script("my.py")
+def test_f1_is_the_mean_over_the_classes():
+    make_copy("cifar10_ddp", "my.py", *edits(MAKE_IT_YOURS, "cifar10_ddp", "F1"))
     counts = torch.tensor([[4.0, 6.0, 0.0], [5.0, 5.0, 0.0], [3.0, 4.0, 0.0]])
     expected = (2 * 3 / 9 + 2 * 4 / 11) / 2  # of the two classes that occur
-    found = float(module.metrics(counts, 10)["F1"])
+    found = float(load_script("my.py").metrics(counts, 10)["F1"])
     assert found == pytest.approx(expected), f"F1 must be {expected}, not {found}"
-    assert all(0 <= line["val_F1"] <= 1 for line in printed), f"F1 in the log: {printed}"
 
 
 # ---- make-it-yours: the loop ----
 @all_scripts
 def test_blocks_of_the_loop_train_alike_together(script, monkeypatch):
-    """Without the compiler behind torch.compile, which takes a minute and requires g++."""
+    """One is compiled, without the compiler behind torch.compile, which requires g++."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "clip", "average", "early stop",
-                                      "compile", "F1", "profile"))
-    assert_trains_alike("my.py", *FLAGS[script], setup=small)
-    saved = load_checkpoint("two.pt")
-    assert list(saved["model"]) == [name.removeprefix("module.") for name in saved["ema"]
-                                    if name != "n_averaged"], "compiled, the model has other names"
-    steps = len(results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, setup=small).text))
-    assert steps == 3 and Path("trace.json").stat().st_size > 1000, "there is no trace of a profile"
-
-
-@all_scripts
-def test_gradients_are_clipped(script):
-    def setup(module, rank):
-        norms = []
-        use_small_model(module)
-        register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(torch.cat(
-            [weight.grad.flatten() for group in optimizer.param_groups
-             for weight in group["params"]]).norm().item()))
-        return norms
-
-    ((place, code),) = edits(MAKE_IT_YOURS, script, "clip")
-    make_copy(script, "my.py", (place, code.replace("1.0", "0.01")))
-    norms = train_to_end("my.py", *FLAGS[script], "--epochs", 1, nproc=2, setup=setup).results[0]
-    assert norms == pytest.approx(len(norms) * [0.01], rel=0.01), (
-        f"clipped to 0.01, the gradients that are used have the norms {norms}")
-
-
-@all_scripts
-def test_an_early_stop_comes_after_five_epochs_that_are_not_better(script):
-    def setup(module, rank):
-        use_small_model(module)
-        scores = iter([0.5, 0.9, 0.7, 0.8, 0.9, 0.6, 0.9, 1.0, 1.0])  # the second epoch is the best
-        module.evaluate = lambda *_: {"val_accuracy": next(scores)}
-
-    make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "early stop"))
-    text = train_to_end("my.py", *FLAGS[script], "--epochs", 9, nproc=2, setup=setup).text
-    epochs = len(results(text))
-    assert epochs == 7, f"after five epochs that are not better, it must stop, not in {epochs}"
+    compiled = ["compile"] if script == "synthetic_ddp" else []
+    make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "clip", "average", "early stop", "F1",
+                                      *compiled))
+    printed = assert_trains_alike("my.py", *FLAGS[script], setup=small)
+    assert all(0 < line["val_F1"] <= 1 for line in printed), f"F1 in the log: {printed}"
+    names = [name.removeprefix("module.") for name in load_checkpoint("two.pt")["ema"]]
+    assert list(load_checkpoint("two.pt.best")) == names[1:], (
+        f"compiled, the model has other names than the average, {names}")
 
 
 class Writer:
@@ -368,18 +330,33 @@ class Writer:
 
 
 @all_scripts
-def test_rank_0_hands_the_results_of_each_epoch_to_tensorboard(script):
+def test_blocks_of_the_loop_clip_stop_and_report(script):
+    """One run of two processes, whose second epoch is the best. Gradients are clipped to 0.01."""
     def setup(module, rank):
-        small(module, rank)
+        norms = []
+        scores = iter([0.5, 0.9, 0.7, 0.8, 0.9, 0.6, 0.9, 1.0, 1.0])
+        use_small_model(module)
+        module.evaluate = lambda *_: {"val_accuracy": next(scores)}
         sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=Writer)
+        register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(torch.cat(
+            [weight.grad.flatten() for group in optimizer.param_groups
+             for weight in group["params"]]).norm().item()))
+        return norms
 
-    make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "TensorBoard"))
-    printed = results(train_to_end("my.py", *FLAGS[script], "--epochs", 3, nproc=2,
-                                   setup=setup).text)
+    ((place, clip),) = edits(MAKE_IT_YOURS, script, "clip")
+    make_copy(script, "my.py", (place, clip.replace("1.0", "0.01")),
+              *edits(MAKE_IT_YOURS, script, "early stop", "TensorBoard", "profile"))
+    norms, text = train_to_end("my.py", *FLAGS[script], "--epochs", 9, nproc=2, setup=setup)[::2]
+    printed = results(text)
+    assert len(printed) == 7, (
+        f"an early stop comes after five epochs that are not better, not in {len(printed)}")
+    assert norms[0] == pytest.approx(len(norms[0]) * [0.01], rel=0.01), (
+        f"clipped to 0.01, the gradients that are used have the norms {norms[0]}")
     expected = [f"{name} {epoch} {value:.4f}" for epoch, line in enumerate(printed)
                 for name, value in line.items()]
     found = Path("my.txt").read_text().splitlines()
     assert found == expected, f"TensorBoard gets {found}, not {expected}"
+    assert Path("trace.json").stat().st_size > 1000, "there is no trace of a profile"
 
 
 # ---- cifar10_ddp ----

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 from copy_functions import shared_functions
-from scripts import ROOT, SCRIPTS, script_path
+from scripts import ROOT, SCRIPTS, name_of, script_path
 
 
 def tracked(*patterns):
@@ -17,11 +17,6 @@ def tracked(*patterns):
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", *patterns]
     names = subprocess.check_output(command, cwd=ROOT, text=True, timeout=30).split("\0")
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
-
-
-def name_of(path):
-    """Return a path below the top of the repository: the name of a test's case."""
-    return str(path.relative_to(ROOT))
 
 
 PYTHON_FILES = tracked("*.py")
@@ -110,6 +105,7 @@ def test_lines_have_at_most_100_characters():
     assert not found, f"lines of more than 100 characters: {found}"
 
 
+@pytest.mark.slow
 def test_an_unknown_marker_is_an_error():
     """Else, .ci/run would be green without the tests of a marker with a typing error."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "quik",

@@ -1,17 +1,20 @@
 """The diffs on cpu_ddp's page: on any number of processes, the loop has the weights of one."""
 
+import contextlib
+import os
 import re
 import subprocess
 from typing import NamedTuple
 
 import pytest
 import torch
+from forked import fork
 from launchers import GPUS, run
-from scripts import ROOT
+from scripts import ROOT, code_blocks
 
-pytestmark = pytest.mark.slow
-PAGE = (ROOT / "cpu_ddp" / "README.md").read_text()
-LISTING, LOADER = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PATH = ROOT / "cpu_ddp/README.md"
+PAGE = PATH.read_text()
+LISTING, LOADER = code_blocks(PATH, "diff")
 (PRINTED,) = re.findall(r"^```\n((?:epoch \d  loss .*\n)+)```$", PAGE, re.MULTILINE)
 
 
@@ -39,7 +42,6 @@ def with_loader(sign):
 
 class Trained(NamedTuple):
     weights: dict
-    devices: set  # of the weights that were saved
     losses: list  # the lines that were printed
 
     def difference(self, other):
@@ -47,19 +49,20 @@ class Trained(NamedTuple):
                    for name in other.weights)
 
 
-def train(code, folder, **how):
-    """Run the code as loop.py in a new folder."""
-    def on_cpu(storage, device):
-        devices.add(device)
-        return storage
+def train(code, folder, nproc=1):
+    """Run the code in a new folder, in forked processes."""
+    def loop(rank):
+        os.chdir(folder)
+        os.environ.setdefault("RANK", "0")  # a single process under torchrun has them, too
+        os.environ.setdefault("WORLD_SIZE", "1")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+        with open("log", "a") as log, contextlib.redirect_stdout(log):
+            exec(code, {})
 
     folder.mkdir()
-    (folder / "loop.py").write_text(code)
-    status, text = run(folder / "loop.py", cwd=folder, **how)
-    assert status == 0, f"loop.py fails when started by {how}:\n{text}"
-    devices = set()
-    weights = torch.load(folder / "model.pt", map_location=on_cpu)
-    return Trained(weights, devices, re.findall(r"^epoch .*", text, re.MULTILINE))
+    fork(nproc, loop)
+    return Trained(torch.load(folder / "model.pt"), (folder / "log").read_text().splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +76,14 @@ def test_the_page_shows_what_the_loop_prints(single):
 
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_several_processes_train_as_one(tmp_path, single, nproc):
-    several = train(side(LISTING, "+"), tmp_path / "ddp", launcher="torchrun", nproc=nproc)
+    several = train(side(LISTING, "+"), tmp_path / "ddp", nproc)
     difference = several.difference(single)
     assert difference < 1e-6, f"on {nproc} processes, weights differ by {difference}"
     assert several.losses == single.losses, f"on {nproc} processes, other losses are printed"
 
 
 def test_with_a_dataloader_two_processes_train_as_one(tmp_path):
-    one, two = (train(with_loader("+"), tmp_path / str(nproc), launcher="torchrun", nproc=nproc)
-                for nproc in (1, 2))
+    one, two = (train(with_loader("+"), tmp_path / str(nproc), nproc) for nproc in (1, 2))
     difference = two.difference(one)
     assert difference < 1e-6, f"on two processes, weights differ by {difference}"
     train(with_loader("-"), tmp_path / "before")
@@ -92,16 +94,24 @@ def test_without_ddp_each_process_trains_a_model_of_its_own(tmp_path):
     first, last = re.search(r"Delete a line.*?falls from\s+(\S+)\s+to\s+(\S+), but", PAGE,
                             re.DOTALL).groups()
     code = re.sub(r"^ddp_model = .*\n", "", side(LISTING, "+"), flags=re.MULTILINE)
-    trained = train(code.replace("ddp_model(", "model("), tmp_path / "ddp", launcher="torchrun",
-                    nproc=2)
+    trained = train(code.replace("ddp_model(", "model("), tmp_path / "ddp", 2)
     losses = [line.split()[-1] for line in (trained.losses[0], trained.losses[-1])]
     assert losses == [first, last], f"without DDP, losses are {losses}, not the page's"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not GPUS, reason="requires a GPU")
 def test_gpus_train_as_one_process(tmp_path, single):
-    several = train(side(LISTING, "+"), tmp_path / "ddp", launcher="torchrun", nproc=len(GPUS),
-                    env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
-    assert several.devices == {"cuda:0"}, f"rank 0 trains on {several.devices}"
-    difference = several.difference(single)
+    """By torchrun."""
+    def on_cpu(storage, device):
+        devices.add(device)
+        return storage
+
+    (tmp_path / "loop.py").write_text(side(LISTING, "+"))
+    status, text = run(tmp_path / "loop.py", cwd=tmp_path, launcher="torchrun", nproc=len(GPUS),
+                       env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
+    assert status == 0, f"loop.py fails on {len(GPUS)} GPUs:\n{text}"
+    devices = set()
+    difference = Trained(torch.load(tmp_path / "model.pt", on_cpu), []).difference(single)
+    assert devices == {"cuda:0"}, f"rank 0 trains on {devices}"
     assert difference < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {difference}"
