@@ -63,7 +63,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from torchvision import models
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
@@ -347,8 +347,10 @@ def train(args):
     loader = build_loader(args, SeededBatches(train_set), sampler=sampler, batch_size=None)
     # iter() starts the loader's processes, once: beside a step, threads of gloo could block them
     batches = on_device(timer.timed(iter(loader)), device)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DDP: each image once
-    val_loader = build_loader(args, val_share, batch_size=args.batch_size)
+    val_share = range(rank, len(val_set), world_size)  # DDP: each process evaluates other images
+    val_parts = [(args.seed, first, rank, val_share[first:first + args.batch_size])
+                 for first in range(0, len(val_share), args.batch_size)]
+    val_loader = build_loader(args, SeededBatches(val_set), sampler=val_parts, batch_size=None)
     save_time = time.monotonic() + 60 * args.save_every
     # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
@@ -380,6 +382,8 @@ def train(args):
 
         results = sums.results()  # {} if resumed at the end of the epoch
         seconds = time.perf_counter() - start
+        # DDP: other random numbers in each process. A run that is resumed here draws the same
+        seed_all(args.seed, epoch, step, rank)
         val_results = evaluate(args, model, on_device(val_loader, device))
         results.update(val_results)
         speed = (step - first_step) * args.global_batch / seconds
@@ -412,7 +416,7 @@ def own_parts(args, images, step):
 
 
 class SeededBatches(Dataset):
-    """A batch of the samples of data for each (seed, step, part, indices) of own_parts()."""
+    """A batch of the samples of data for each (three numbers, as its seed, and the indices)."""
 
     def __init__(self, data):
         self.data = data

@@ -61,8 +61,7 @@ class Noisy(AnyDataset):
 
 
 def load_data(args):
-    train_set, *others = plain_data(args)
-    return [Noisy(train_set) if isinstance(train_set, AnyDataset) else train_set, *others]
+    return [Noisy(data) if isinstance(data, AnyDataset) else data for data in plain_data(args)]
 """
 
 
@@ -273,20 +272,39 @@ def test_it_saves_every_few_minutes(script, tmp_path):
     assert progress(path) == 3, f"{script} with --save-every 0 has saved step {progress(path)} of 4"
 
 
-@pytest.mark.parametrize("evaluation", [1, 3])
+DRAWS = """
+small_model = build_model
+
+
+class Draws(nn.Module):
+    def forward(self, logits):
+        return logits + 0.1 * torch.randn_like(logits)
+
+
+def build_model(args):
+    return nn.Sequential(small_model(args), Draws())
+"""
+
+
 @pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_a_kill_in_an_evaluation_loses_no_training(script, evaluation, runs, tmp_path):
-    """The file is saved before it. A resumed run begins with the evaluation that is missing."""
-    copy, undisturbed = runs(script, 2, False)
-    path = tmp_path / "run.pt"
-    train_and_kill(copy, *flags_of(script, path), nproc=2, setup=lambda module, rank: (
-        kill_at_call(module, "evaluate", evaluation)))
-    found = progress(path)
-    assert found == 6 * evaluation, f"{script}, killed in evaluation {evaluation}, saved {found}"
-    end = train_to_end(copy, *flags_of(script, path), nproc=2)
-    count = len(re.findall(rf"^epoch {evaluation}/3 .*val_accuracy", end.text, re.MULTILINE))
+def test_a_kill_in_an_evaluation_loses_no_training(script, tmp_path):
+    """The file is saved before it. A resumed run begins with the evaluation that is missing.
+
+    In a copy whose validation images, and whose model in eval(), draw random numbers, too.
+    """
+    copy = small_copy(script, tmp_path / "train.py", True, (None, DRAWS))
+    undisturbed, path = tmp_path / "undisturbed.pt", tmp_path / "run.pt"
+    train_to_end(copy, *flags_of(script, undisturbed, children=True), nproc=2)
+    flags = flags_of(script, path, children=True)
+    for evaluation in (1, 3):
+        train_and_kill(copy, *flags, nproc=2, setup=lambda module, rank: (
+            kill_at_call(module, "evaluate", evaluation)))
+        found = progress(path)
+        assert found == 6 * evaluation, f"{script}, killed in evaluation {evaluation}, saved {found}"
+    end = train_to_end(copy, *flags, nproc=2)
+    count = len(re.findall(r"^epoch 3/3 .*val_accuracy", end.text, re.MULTILINE))
     assert count == 1, f"{script}: the missing evaluation is made {count} times\n{end.text}"
-    assert_same_end(path, undisturbed, f"{script}, killed in evaluation {evaluation}")
+    assert_same_end(path, undisturbed, f"{script}, killed in two evaluations")
 
 
 # ---- the best weights ----
