@@ -19,6 +19,7 @@ file that my.py saves by itself; an optimizer.step() after several batches, each
 
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
+import collections
 import contextlib
 import math
 import os
@@ -218,12 +219,13 @@ def check_leak(seen, problems):
     different, samples = {*validation}, sets[0]["size"]
     both = different & {*training}
     of_all = len(both) / len(different) * samples / len(training)
-    repeated = 1 - len({*training}) / len(training)  # as in a table of few values
+    once = [*collections.Counter(training).values()].count(1)
+    by_chance = 1 - once / len(training)  # in a table of few values
     counts = f"{len(both)} of {len(different)} different validation samples are training samples"
     if len(training) < samples or len(validation) < sets[1]["size"]:
         promise += (f" ({len(validation)} of {sets[1]['size']} and {len(training)} of {samples} "
                     "are read)")
-    if len(both) > 2 and of_all > 0.5 + repeated:
+    if len(both) > 2 and of_all > 0.5 + by_chance:
         check(promise, False, f"{counts}. Draw both sets in one call, from one split, and repeat "
               "samples after it")
     elif both:
