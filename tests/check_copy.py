@@ -237,10 +237,12 @@ def check_leak(seen, problems):
 
 def check_ends(seen, problems):
     """Say whether two processes train to the end."""
-    check("two processes train to the end", "two" in seen, "if they wait for each other, make the "
-          "same calls of torch.distributed on all ranks, none below `if rank == 0`, let all end a "
-          "loop together, and use all layers (one that is left out at random needs DDP(..., "
-          f"find_unused_parameters=True)){problems.get('two')}")
+    end = problems.get("two", "")
+    remedy = ("make the same calls of torch.distributed on all ranks, none below `if rank == 0`, "
+              "let all end a loop together, and use all layers (one that is left out at random "
+              "needs DDP(..., find_unused_parameters=True)):"
+              if re.search("waits in|has ended|[Cc]onnection", end) else "they end with an error:")
+    check("two processes train to the end", "two" in seen, remedy + end)
 
 
 def check_ranks(seen, problems):
@@ -254,19 +256,21 @@ def check_ranks(seen, problems):
 
 
 def check_loss(seen, problems):
-    """Look whether loss and counts are a mean and sums."""
-    promise = "the loss is a mean over the samples, and the counts are sums"
+    """Look whether the loss is a mean, by the losses of 10 samples, of 3 and 7 of them."""
+    promise = "the loss is a mean over the samples"
     found = seen["loss"][0].loss if "loss" in seen else {}
-    wrong = [*filter(None, map(what_is_wrong, found.values()))]
+    sums = [loss["losses"] for loss in found.values() if is_sum(*loss["losses"], loss["varies"])]
     no_mean = modes_without_mean(seen)
     if not found:
-        skip(promise, f"a loss of some of 16 samples ends with an error:{problems['loss']}"
-             if "loss" in problems else "the loss is not called for 10 samples or more, by its "
-             "name, with a model and tensors of a row for each sample")
-    elif wrong:
-        check(promise, False, wrong[0])
+        skip(promise, problems.get("loss", "it is not called for 10 samples or more, by its name, "
+                                   "with a model and tensors of a row for each sample"))
+    elif sums:
+        ten, three, seven = sums[0]
+        check(promise, False, f"the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of "
+              f"them are {three:.4g} and {seven:.4g}. Return a mean over the samples, not a sum, "
+              "without a factor for their number")
     elif no_mean:
-        ten, three, seven = (values[0] for values in found[no_mean[0]]["parts"])
+        ten, three, seven = found[no_mean[0]]["losses"]
         notes.append(f"in {no_mean[0]}, the loss of 10 samples is {ten:.4g}, and the mean of the "
                      f"losses of 3 and 7 of them is {(3 * three + 7 * seven) / 10:.4g}. So it "
                      "depends on how a batch is divided among the processes. For class weights or "
@@ -278,32 +282,23 @@ def check_loss(seen, problems):
         check(promise, True, "")
 
 
+def is_sum(ten, three, seven, varies):
+    """Return whether a loss is a sum, or a mean that is divided by the number of samples."""
+    tolerance = 1e-2 if varies else 1e-3
+    return ten and (math.isclose(ten, three + seven, rel_tol=tolerance)
+                    or math.isclose(100 * ten, 9 * three + 49 * seven, rel_tol=tolerance))
+
+
 def modes_without_mean(seen):
     """Return in which modes the loss is no mean over the samples, as far as this is known."""
     found = seen["loss"][0].loss if "loss" in seen else {}
-    return [mode for mode, loss in found.items()
-            if not loss["varies"] and not is_mean(loss["parts"], 0, tolerance_of(seen))]
-
-
-def is_mean(parts, place, tolerance):
-    """Return whether a number of 10 samples is the mean of those of 3 and 7 of them."""
-    ten, three, seven = (values[place] for values in parts)
-    return math.isclose((3 * three + 7 * seven) / 10, ten, rel_tol=tolerance, abs_tol=1e-6)
-
-
-def what_is_wrong(mode):
-    """Return in words that the loss is a sum, or divided by a number, or that a count is a mean."""
-    ten, three, seven = (values[0] for values in mode["parts"])
-    tolerance = 1e-2 if mode["varies"] else 1e-3
-    if ten and (math.isclose(ten, three + seven, rel_tol=tolerance) or
-                math.isclose(100 * ten, 9 * three + 49 * seven, rel_tol=tolerance)):
-        return (f"the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of them are "
-                f"{three:.4g} and {seven:.4g}. Return a mean over the samples, not a sum, without "
-                "a factor for their number")
-    for place, count in enumerate(mode["parts"][0][1:], 1):
-        if count % 1 and not mode["varies"] and is_mean(mode["parts"], place, 1e-3):
-            return "the counts are means. Return sums over the samples: metrics() divides them"
-    return ""
+    modes = []
+    for mode, loss in found.items():
+        ten, three, seven = loss["losses"]
+        if not loss["varies"] and not math.isclose((3 * three + 7 * seven) / 10, ten,
+                                                   rel_tol=tolerance_of(seen), abs_tol=1e-6):
+            modes.append(mode)
+    return modes
 
 
 def tolerance_of(seen):
@@ -437,7 +432,8 @@ def check_evaluation(seen, problems):
                           for found in (two, one))
         check(promise, same, f"{on_two} on two, {on_one} on one. Evaluate each sample once: let "
               "each rank take its share, without drop_last, and return the results of the sums "
-              "over all ranks. Call model.eval(). Draw no random numbers for these samples. "
+              "over all ranks. Return counts as sums, not as means of a batch. Call "
+              "model.eval(). Draw no random numbers for these samples. "
               "Compute F1, a correlation, class weights and statistics from counts or outputs of "
               "all samples, not from a batch or a rank's share")
 

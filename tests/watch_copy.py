@@ -174,7 +174,7 @@ class Training:
                                          for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
             shapes = [str([*part.shape[1:]]) for part in parts_of(call.batch) if is_tensor(part)]
-            self.calls.append((floats(result)[:2], rows(call.batch), shapes))
+            self.calls.append((floats(result)[:1], rows(call.batch), shapes))
         return result
 
     def see_evaluation(self, function, *arguments, **options):
@@ -340,7 +340,7 @@ class Call:
 
 
 def losses_of_parts(call):
-    """Return loss and counts of 10 samples, of the first 3 and the other 7, in both modes.
+    """Return the losses of 10 samples, of the first 3 and the other 7, in both modes.
 
     varies: random numbers are drawn, or buffers change (of BatchNorm, which sees the batch).
     """
@@ -349,10 +349,10 @@ def losses_of_parts(call):
         call.model.train(training)
         before = random_numbers(), digest([*call.model.buffers()])
         with torch.set_grad_enabled(training):
-            parts = [floats(call.again(lambda value: some_rows(value, *part)))[:2]
-                     for part in ((0, 10), (0, 3), (3, 10))]
+            losses = [floats(call.again(lambda value: some_rows(value, *part)))[0]
+                      for part in ((0, 10), (0, 3), (3, 10))]
         after = random_numbers(), digest([*call.model.buffers()])
-        found[mode] = {"parts": parts, "varies": after != before}
+        found[mode] = {"losses": losses, "varies": after != before}
     return found
 
 
@@ -443,6 +443,8 @@ def few(data, count):
     indices = [index * size(data) // count for index in range(count)]
     if are_tensors(data):
         return tuple(part[indices] for part in data)
+    if type(data) is Subset:
+        return Subset(data.dataset, [data.indices[index] for index in indices])
     return [data[index] for index in indices] if isinstance(data, list) else Few(data, indices)
 
 
