@@ -154,9 +154,13 @@ class Training:
         self.alive()
         return cut(load_data(*arguments, **options), [], self.order.samples)
 
-    def see_resume(self, resume, checkpoint, run, saved, progress):
-        self.saved, self.progress = saved, progress
-        return resume(checkpoint, run, saved, progress)
+    def see_resume(self, resume, *arguments, **options):
+        for value in [*arguments, *options.values()]:
+            if isinstance(value, dict) and any(
+                    hasattr(item, "load_state_dict") for item in value.values()):
+                self.saved = value
+        self.progress = options.get("progress", arguments[-1] if arguments else {})
+        return resume(*arguments, **options)
 
     def see_autocast(self, enter, autocast):
         self.record.rounds |= autocast._enabled
@@ -234,7 +238,7 @@ class Training:
                     item, (torch.nn.Module, torch.optim.Optimizer)):
                 self.record.state[name] = digest(item.state_dict())
         self.record.state.update({name: digest(value) for name, value in self.progress.items()})
-        self.record.saved = bool(args.checkpoint) and os.path.exists(args.checkpoint)
+        self.record.saved = os.path.exists(getattr(args, "checkpoint", None) or "")
 
     def weights(self):
         """Return all weights of saved models, and of the optimizers, by name."""
@@ -263,10 +267,11 @@ class Data(Training):
         sets = []
         cut(load_data(*arguments, **options), sets, self.order.samples)
         for data in sets:
-            count, end = size(data), time.monotonic() + 3
+            count = size(data)
             found = {"size": count, "samples": [sample(data, index) for index in
                                                 range(0, count, max(1, count // 20))]}
             if self.order.size == 1:
+                end = time.monotonic() + 3
                 in_time = itertools.takewhile(lambda _: time.monotonic() < end,
                                               random.Random(0).sample(range(count), count))
                 found["read"] = [sample(data, index) for index in in_time]
