@@ -157,15 +157,16 @@ def test_what_a_wrong_edit_breaks_is_a_fail(check, kind):
 
 @slow
 def test_the_lines_in_which_ranks_wait_for_each_other_are_printed(check, monkeypatch):
-    monkeypatch.setattr(check_copy, "WAIT", 5)
+    monkeypatch.setattr(check_copy, "WAIT", 8)
     make_copy("fashionmnist_ddp", "my.py", above(SMALL),
               (EVALUATED, "if dist.get_rank() == 0:\n    dist.barrier()"))
     status, text = check("--fake-data")
     assert status == 1, f"a barrier of rank 0 alone: status {status}\n{text}"
     assert re.search(r"rank 0 waits in\n +line \d+, train\(\): dist.barrier", text), (
         f"a barrier of rank 0 alone is not named:\n{text}")
-    assert re.search(r"rank 1 waits in\n +line \d+, ", text), (
-        f"rank 0 waits in a barrier, and not even a line of rank 1 is named:\n{text}")
+    # Rank 0 may end first, which closes the connection
+    assert re.search(r"rank 1 (waits|ends with an error) in\n +line \d+, ", text), (
+        f"rank 0 waits in a barrier, and no line of rank 1 is named:\n{text}")
 
 
 # ---- The user's files, by the command ----
