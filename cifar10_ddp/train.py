@@ -31,8 +31,9 @@ node, the job comes back, if it has saved since it started. FILE (run.pt) must b
     #SBATCH --time=1:00:00 --signal=TERM@120 --requeue --open-mode=append --output=%x-%j.out
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110    # seconds from SIGTERM to the end: 30 otherwise
     before=$(stat -c %y run.pt 2>&1)
+    port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need different ones
     srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
-        --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
+        --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
         train.py --global-batch 512 --workers 7 --checkpoint run.pt && exit
     # The processes save and end before the job (TERM@120): time to put it back into the queue, if
     # it has saved since it started. If it has not, the failure would occur again

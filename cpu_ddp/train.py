@@ -53,7 +53,8 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. Another value of any other flag is an error
+# Flags that may change when a run is resumed. Another value of any other flag is an error, as of
+# --epochs, on which a schedule of the learning rate would depend
 MAY_CHANGE = ("checkpoint", "timeout")
 
 

@@ -27,8 +27,9 @@ node, the job comes back, if it has saved since it started. FILE (run.pt) must b
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
     #SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
     before=$(stat -c %y run.pt 2>&1)
+    port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need different ones
     srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
-        --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):29500 \
+        --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
         train.py --checkpoint run.pt && exit
     # The processes end a minute before the job (TERM@60): time to put it back into the queue, if it
     # has saved since it started. If it has not, the failure would occur again

@@ -42,7 +42,7 @@ SCRIPTS = {
         several_processes=False,
     ),
     "cifar10_ddp": Script(
-        learn=("--fake-data", 384, "--lr", 1.0, "--global-batch", 12),
+        learn=("--fake-data", 384, "--lr", 0.3, "--global-batch", 12),
         learned=("val_accuracy", 0.6),
         header="world size {nproc} on cpu | resnet18 | global batch 12 ",
         starts=(("torchrun", 2),),

@@ -49,7 +49,8 @@ file=$0-$SLURM_JOB_ID-
 cores=$(env --unset=OMP_NUM_THREADS nproc)
 echo "cores $cores, threads $OMP_NUM_THREADS, GPUs ${CUDA_VISIBLE_DEVICES:-none}," \\
     "rank ${RANK:-}${LOCAL_RANK:-}/${WORLD_SIZE:-} ${MASTER_ADDR:-}," \\
-    "left ${OMP_PROC_BIND:-}${SLURM_TIMELIMIT:-}${GOMP_CPU_AFFINITY:-none}: ${0##*/} $*" \\
+    "left ${OMP_PROC_BIND:-}${SLURM_TIMELIMIT:-}${GOMP_CPU_AFFINITY:-none}," \\
+    "started by $(</proc/$PPID/comm): ${0##*/} $*" \\
     >"$file.$SLURM_PROCID"
 mv "$file.$SLURM_PROCID" "$file$SLURM_PROCID"
 if ((SLURM_PROCID < SLURM_STEP_NUM_TASKS - 1)); then
@@ -170,9 +171,12 @@ class Given(NamedTuple):
 
 
 def task(cores, threads, gpus, program, rank="/ "):
-    """Return the line of a task. What binds all processes to one core, or limits srun, is unset."""
-    return (f"cores {cores}, threads {threads}, GPUs {gpus}, rank {rank}, left none: "
-            f"{program}(?: |$)")
+    """Return the line of a task. What binds all processes to one core, or limits srun, is unset.
+
+    Slurm starts it, without a shell between, which would end first at a signal.
+    """
+    return (f"cores {cores}, threads {threads}, GPUs {gpus}, rank {rank}, left none, "
+            f"started by slurmstepd: {program}(?: |$)")
 
 
 TORCHRUN = "torchrun --nnodes={} --nproc-per-node={}"
