@@ -1,20 +1,172 @@
 # SPDX-License-Identifier: MIT-0
-"""The temporary folder in which check_copy.py lets a copy work. This file knows nothing of torch.
+"""The processes and the temporary folder in which check_copy.py lets a copy work.
 
-A user's folder is mirrored by real folders, copies of small files, and links to the others. Then
+This file knows nothing of torch. An interpreter takes orders, and forks a process for each. A
+user's folder is mirrored by real folders, copies of small files, and links to the others. Then
 whatever changes a copied file, or removes what is in a folder, changes the mirror alone. Guard
 refuses what Python would write through a link, or outside the temporary folder.
 """
+import argparse
 import collections
+import contextlib
 import errno
+import json
+import linecache
 import os
+import pathlib
+import re
 import shutil
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+import traceback
+import types
 
 SMALL, IN_ALL = 2**20, 16 * 2**20  # bytes: larger files are linked, and all that exceed the sum
 MANY, MOST = 1000, 20000  # entries of a folder, above which its files are linked; of all folders
 
 
+# ---- Processes ----
+class Servers:
+    """Two interpreters that train copies (watch_copy.py): as on two machines, of a rank each."""
+
+    def __init__(self, folder):
+        others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "PMI",
+                  "OMPI_", "PET_", "TORCHELASTIC_", "GLOO_", "PYTHONHASHSEED")  # of another job
+        env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", WANDB_MODE="disabled",
+                   PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(folder),
+                   TORCH_DISTRIBUTED_DEBUG="INFO")  # names the parameters that have no gradient
+        command = [sys.executable, os.path.join(os.path.dirname(os.path.realpath(__file__)),
+                                                "watch_copy.py")]
+        self.processes = [subprocess.Popen(command, env=env, stdin=subprocess.PIPE, text=True,
+                                           stdout=subprocess.PIPE, start_new_session=True)
+                          for _ in range(2)]
+
+    def do(self, jobs, **common):
+        """Do the jobs (orders), and return their records and how the others ended, by name."""
+        waiting = [[], []]
+        for job in jobs:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            for rank in range(job["size"]):
+                number = rank if job["size"] > 1 else job.get("server", 0)
+                order = {"stop": 0, "args": {}, **common, **job, "rank": rank, "port": port}
+                waiting[number].append((job["name"], rank))
+                with contextlib.suppress(BrokenPipeError):  # its error is printed
+                    print(json.dumps(order), file=self.processes[number].stdin, flush=True)
+        statuses = {name: json.loads(process.stdout.readline() or '"lost"')
+                    for process, names in zip(self.processes, waiting) for name in names}
+        return read_records(jobs, statuses, common["folder"], common["path"])
+
+    def end(self):
+        for process in self.processes:
+            process.terminate()  # it ends what it has started
+            process.wait()
+
+
+def read_records(jobs, statuses, folder, path):
+    """Return the Records of the jobs that have ended well, and how the others ended, by name."""
+    seen, problems = {}, {}
+    for job in jobs:
+        names = [f"{folder}/{job['name']}-{rank}" for rank in range(job["size"])]
+        files = [pathlib.Path(f"{name}.json") for name in names]
+        if all(file.exists() for file in files):
+            seen[job["name"]] = [types.SimpleNamespace(**json.loads(file.read_text()))
+                                 for file in files]
+        else:
+            problems[job["name"]] = "".join(
+                f"\n      rank {rank} "
+                + how_it_ended(path, statuses[job["name"], rank], f"{name}.log")
+                for rank, name in enumerate(names))
+    return seen, problems
+
+
+def how_it_ended(path, status, log):
+    """Return how a process has ended, and in which lines of the copy."""
+    text = pathlib.Path(log).read_text(errors="replace") if os.path.exists(log) else ""
+    ends = {0: "has ended", "limit": "takes too long",
+            "lost": "has not begun: see the error above, or the memory"}
+    if status in ends:
+        return ends[status]
+    waits = "Timeout (" in text  # faulthandler's word
+    stack = text.rpartition("(most recent call")[2]
+    if status < 0 and not waits:
+        name = signal.Signals(-status).name
+        reason = " (is there too little memory?)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{reason} after:\n        {text.strip()[-300:]}"
+    errors = re.findall(r"^(?:[\w.]+Error|SystemExit|error|Parameters which).*|^\S+: error: .*",
+                        text if "SystemExit" in stack else stack, re.M)
+    frames = re.findall(rf'File ".*{re.escape(path)}", line (\d+)(?:,? in (\w+))?', stack)
+    lines = ["waits in" if waits else "ends with an error in"]
+    for number, name in [frame for frame in frames if frame[1]] or frames[-1:]:
+        place = f"line {number}, {name}()" if name else f"line {number}"
+        lines.append(f"{place}: {linecache.getline(path, int(number)).strip()}")
+    lines += [] if waits else errors[-2:] or stack.splitlines()[-3:]
+    return "\n        ".join(line[:400] for line in lines)
+
+
+def serve(work):
+    """Do the orders one after the other. After each, print the status of its process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    os.chdir("/")
+    sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
+    del sys.modules["scratch"]  # the copy may have a module of this name
+    for line in sys.stdin:
+        order = argparse.Namespace(**json.loads(line))
+        pid = os.fork()
+        if not pid:
+            do_order(order, work)
+        print(json.dumps(wait_for(pid, order.limit)), flush=True)
+
+
+def wait_for(pid, seconds):
+    """Return the status of a process, which may take so many seconds. End what it has started."""
+    end, parent = time.monotonic() + seconds, os.getppid()
+    ended = 0
+    try:
+        while not ended and time.monotonic() < end and os.getppid() == parent:
+            time.sleep(0.02)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else "limit"
+    finally:
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # its loader processes
+
+
+def do_order(order, work):
+    """Make this process one that a launcher has started, call work(order), and end it."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdin = open(os.devnull)
+    sys.stdout = sys.stderr = open(f"{order.folder}/{order.name}-{order.rank}.log", "w",
+                                   buffering=1)
+    for number in (1, 2):
+        os.dup2(sys.stdout.fileno(), number)
+    root = f"{order.folder}/{order.root}"
+    status = 1
+    try:
+        os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(order.size), LOCAL_RANK="0",
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order.port),
+                          TMPDIR=order.folder,
+                          **{name: root + place for name, place in order.homes.items()})
+        tempfile.tempdir = order.folder
+        os.chdir(root + order.here)
+        sys.argv = [order.path, *order.flags]
+        sys.path.insert(0, os.path.dirname(root + order.path))
+        work(order)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+# ---- The folder ----
 class Mirror:
     """Mirrors folders of the user beneath root, at the same absolute paths."""
 
@@ -71,6 +223,26 @@ class Mirror:
         return [path for path, before in self.linked.items() if before and state(path) != before]
 
 
+def mirror_folders(folder, beside):
+    """Mirror the current folder, the one of my.py (beside), and caches of weights.
+
+    Return the Mirror of the first two, and where a copy finds them.
+    """
+    here = os.getcwd()
+    mirror = Mirror(f"{folder}/base")
+    mirror.add(here)
+    if not f"{beside}/".startswith(f"{here}/"):
+        mirror.add(beside)
+    others = Mirror(f"{folder}/base", most=2000)
+    others.add(os.path.dirname(here), levels=1)
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    homes = {"TORCH_HOME": f"{cache}/torch", "HF_HOME": f"{cache}/huggingface"}
+    homes = {name: os.path.realpath(os.environ.get(name, place)) for name, place in homes.items()}
+    for place in filter(os.path.isdir, homes.values()):
+        others.add(place)
+    return mirror, {"here": here, "homes": homes}
+
+
 def state(path):
     """Return what shows that a file has changed."""
     try:
@@ -91,6 +263,7 @@ def clone(root, new):
     shutil.copytree(root, new, symlinks=True, copy_function=copy_or_link)
 
 
+# ---- What is refused ----
 REFUSED = "the check refuses to change what is not in its temporary folder"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Python's audit events that change a folder, or a file: which of their arguments are paths

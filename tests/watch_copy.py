@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: MIT-0
-"""Train a copy in processes of check_copy.py, and record what is seen in each of them.
+"""Train a copy in a process of check_copy.py, and record what is seen in it.
 
-An interpreter imports torch once. For each order (a line of JSON in its input), it forks a process
-that imports the copy and calls its train(). A class says what this job watches, and where it ends.
+An interpreter imports torch once. For each order (a job), it forks a process that imports the copy
+and calls its train(). A class says what this job watches, and where it ends.
 """
 import argparse
+import collections.abc
 import contextlib
+import copy
+import ctypes
 import dataclasses
 import faulthandler
 import functools
+import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
+import pickle
 import random
 import signal
 import sys
-import tempfile
 import time
-import traceback
 
 import torch
 import torch._dynamo  # as the first optimizer does: once, before the processes are forked
-from check_promises import Record
-from copy_samples import (cut, digest, floats, floats_of_two, in_both, is_constant, numbers,
-                          random_numbers, random_state, read, rows, set_random_state, size,
-                          some_rows, tensors_of)
-from scratch import Guard
+from scratch import Guard, serve
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import Dataset, Subset
 
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401  not in each process
@@ -37,70 +38,17 @@ SETTINGS = {"epochs": 2, "global_batch": 16, "nproc": None, "log_every": 1e9, "s
             "timeout": 1800, "workers": int(sys.platform == "linux")}  # elsewhere, it is spawned
 
 
-# ---- The processes ----
-def serve():
-    """Do the orders one after the other. After each, print the status of its process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    os.chdir("/")
-    sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
-    for name in ("check_promises", "copy_samples", "scratch"):
-        del sys.modules[name]  # the copy may have modules of these names
-    for line in sys.stdin:
-        order = argparse.Namespace(**json.loads(line))
-        pid = os.fork()
-        if not pid:
-            work(order)
-        print(json.dumps(wait_for(pid, order.limit)), flush=True)
-
-
-def wait_for(pid, seconds):
-    """Return the status of a process, which may take so many seconds. End what it has started."""
-    end, parent = time.monotonic() + seconds, os.getppid()
-    ended = 0
-    try:
-        while not ended and time.monotonic() < end and os.getppid() == parent:
-            time.sleep(0.02)
-            ended, status = os.waitpid(pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if ended else "limit"
-    finally:
-        if not ended:
-            os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # its loader processes
-
-
+# ---- The process of a job ----
 def work(order):
-    """Train in this process, write its record, and end it."""
-    os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    name = f"{order.folder}/{order.name}-{order.rank}"
-    sys.stdin = open(os.devnull)
-    sys.stdout = sys.stderr = open(f"{name}.log", "w", buffering=1)
-    for number in (1, 2):
-        os.dup2(sys.stdout.fileno(), number)
-    status = 1
-    try:
-        os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(order.size), LOCAL_RANK="0",
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order.port),
-                          TMPDIR=order.folder)
-        root = f"{order.folder}/{order.root}"
-        os.environ.update({name: root + place for name, place in order.homes.items()})
-        os.chdir(root + order.here)
-        tempfile.tempdir = order.folder
-        for module in (random, sys.modules.get("numpy.random"), torch):
-            if module:
-                module.seed()  # another state in each process, as in a new interpreter
-        torch.multiprocessing.set_start_method("fork" if sys.platform == "linux" else None,
-                                               force=True)
-        sys.argv = [order.path, *order.flags]
-        sys.path.insert(0, os.path.dirname(root + order.path))
-        job = globals()[order.kind](order, Guard(order.folder))
-        job.run()
-        pathlib.Path(f"{name}.json").write_text(json.dumps(dataclasses.asdict(job.record)))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(status)
+    """Do a job in this process, and write its record."""
+    for module in (random, sys.modules.get("numpy.random"), torch):
+        if module:
+            module.seed()  # another state in each process, as in a new interpreter
+    torch.multiprocessing.set_start_method("fork" if sys.platform == "linux" else None, force=True)
+    job = globals()[order.kind](order, Guard(order.folder))
+    job.run()
+    record = json.dumps(dataclasses.asdict(job.record))
+    pathlib.Path(f"{order.folder}/{order.name}-{order.rank}.json").write_text(record)
 
 
 def load(path):
@@ -112,20 +60,51 @@ def load(path):
     return module
 
 
+# ---- The jobs ----
+@dataclasses.dataclass
+class Record:
+    """What is seen in one process of one job. Digests are texts."""
+    # Of each step of an optimizer: rates (and its other options), norms of the gradients by name,
+    # and of the calls of the loss before it: losses, rows (digests of a sample, and of each of its
+    # parts), and shapes (of a sample's parts)
+    steps: list = dataclasses.field(default_factory=list)
+    # Of each call of evaluate(): results, whether random numbers are drawn in it (draws), and
+    # whether a layer of dropout is in training mode (dropout)
+    evaluations: list = dataclasses.field(default_factory=list)
+    # Of each data set: size, digests of 20 samples, and of those that are read in 3 seconds (read)
+    data: list = dataclasses.field(default_factory=list)
+    loss: dict = dataclasses.field(default_factory=dict)  # see losses_of_parts()
+    # Digests of trained weights, and of what else is in saved and progress, at the end
+    state: dict = dataclasses.field(default_factory=dict)
+    args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
+    rounds: bool = False  # it computes in bfloat16 or float16
+    found_file: bool = False  # that of --checkpoint, at the start
+    saved: bool = False  # it is there at the end
+    stopped: bool = False  # by SIGTERM
+    seconds: float = 0.0
+
+
+def save_if_allowed(guard, save, item, f, *arguments, **options):
+    """Replaces torch.save(), which opens files in C++."""
+    guard.check(f, replaces=True)
+    return save(item, f, *arguments, **options)
+
+
 class Enough(BaseException):
     """Ends a training before its last step."""
 
 
-# ---- The jobs ----
 class Training:
     """Trains to the end, and records steps, evaluations, weights and what is saved."""
 
     batch_size = 4  # of a process at once, in copies of cifar10_ddp
 
     def __init__(self, order, guard):
-        self.order, self.record, self.sets = order, Record(), []
+        self.order, self.record = order, Record()
         self.alive()
-        torch.save = functools.partial(self.torch_save, guard, torch.save)
+        torch.save = functools.partial(save_if_allowed, guard, torch.save)
+        enter = torch.autocast.__enter__
+        torch.autocast.__enter__ = lambda autocast: self.see_autocast(enter, autocast)
         self.module = load(f"{order.folder}/{order.root}{order.path}")
         functions = vars(self.module)
         self.saved, self.progress, self.optimizers = {}, {}, []
@@ -164,7 +143,7 @@ class Training:
                  if isinstance(value, (int, float))}
         self.record.args = plain
         settings = {**plain, **self.order.args, **SETTINGS, "batch_size": self.batch_size,
-                    "checkpoint": f"{self.order.folder}/{self.order.checkpoint}.pt"}
+                    "checkpoint": f"{self.order.folder}/{self.order.root}.pt"}
         if isinstance(settings.get("lr"), float):
             settings["lr"] *= 1e-3  # small steps: rounding does not grow, nothing diverges
         self.record.found_file = os.path.exists(settings["checkpoint"])
@@ -173,7 +152,7 @@ class Training:
 
     def see_data(self, load_data, *arguments, **options):
         self.alive()
-        return cut(load_data(*arguments, **options), self.sets)
+        return cut(load_data(*arguments, **options), [], self.order.samples)
 
     def see_resume(self, resume, *arguments, **options):
         for value in [*arguments, *options.values()]:
@@ -183,39 +162,46 @@ class Training:
         self.progress = options.get("progress", arguments[-1] if arguments else {})
         return resume(*arguments, **options)
 
+    def see_autocast(self, enter, autocast):
+        self.record.rounds |= autocast._enabled
+        return enter(autocast)
+
     def see_loss(self, function, *arguments, **options):
         self.alive()
         call = Call(function, arguments, options)
         before = random_numbers()
         result = self.at_loss(call)
-        if self.evaluating:
+        if self.evaluating and call.model is not None:
             evaluation = self.record.evaluations[-1]
-            evaluation["samples"] += len(rows(call.batch))
-            if random_numbers() != before:
-                evaluation["draws"].append(digest(before))
+            evaluation["draws"] |= random_numbers() != before
+            evaluation["dropout"] |= any(isinstance(part, torch.nn.Dropout) and part.training
+                                         for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
-            modes = [part.training for part in call.model.modules()]
-            self.calls.append((floats_of_two(result), digest(call.batch), rows(call.batch),
-                               digest(modes)))
+            shapes = [str([*part.shape[1:]]) for part in parts_of(call.batch) if is_tensor(part)]
+            self.calls.append((floats(result)[:1], rows(call.batch), shapes))
         return result
 
     def see_evaluation(self, function, *arguments, **options):
+        """The first time, two processes evaluate the weights of the single one."""
         call = Call(function, arguments, options)
         if call.model is None:  # it is no argument: nothing is compared
             return call.again()
+        first, path = not self.record.evaluations, f"{self.order.folder}/one tested.pt"
         wraps = isinstance(call.model, DistributedDataParallel)
-        call.model = call.model.module if wraps else call.model
-        before = digest([*call.model.buffers()])
-        self.record.evaluations.append(
-            {"results": [], "samples": 0, "draws": [], "changes": False, "again": None,
-             "ddp": wraps and bool(before != digest([]))})
+        model = call.model.module if wraps else call.model
+        own = copy.deepcopy(model.state_dict())
+        if first and self.order.name == "one":
+            torch.save(own, path)
+        if first and self.order.size > 1:
+            model.load_state_dict(torch.load(path, weights_only=False))
+        evaluation = {"draws": False, "dropout": False}
+        self.record.evaluations.append(evaluation)
         self.evaluating = True
-        result = self.at_evaluation(call)
+        result = call.again()
         self.evaluating = False
-        evaluation = self.record.evaluations[-1]
         evaluation["results"] = floats(result)
-        evaluation["changes"] = digest([*call.model.buffers()]) != before
-        self.after_evaluation(call)
+        if first and self.order.size > 1:
+            model.load_state_dict(own)
         return result
 
     def see_step(self, optimizer, *_):
@@ -223,64 +209,46 @@ class Training:
         if not any(optimizer is other for other in self.optimizers):
             self.optimizers.append(optimizer)
         names = {id(weight): name for name, weight in reversed(self.weights().items())}
-        norms = {names[id(weight)]: weight.grad.detach().to_dense().double().norm().item()
-                 for group in optimizer.param_groups for weight in group["params"]
-                 if weight.grad is not None}
+        gradients = {names[id(weight)]: weight.grad.detach().to_dense()
+                     for group in optimizer.param_groups for weight in group["params"]
+                     if weight.grad is not None}
+        self.record.rounds |= any(part.dtype.itemsize < 4 for part in gradients.values())
+        norms = {name: part.double().norm().item() for name, part in gradients.items()}
         rates = [number for group in optimizer.param_groups for name, value in sorted(group.items())
                  if name != "params" for number in floats(value)]  # and the other options
-        losses, parts, samples, modes = zip(*self.calls) if self.calls else ((), (), (), ())
         self.record.steps.append(
-            {"rates": rates, "modes": modes, "number": [len(part) for part in samples],
-             "rows": [row for part in samples for row in part], "parts": parts,
-             "losses": losses, "norms": norms})
+            {"rates": rates, "norms": norms, "losses": [losses for losses, _, _ in self.calls],
+             "rows": [row for _, samples, _ in self.calls for row in samples],
+             "shapes": [shapes for _, _, shapes in self.calls]})
         self.calls.clear()
         self.at_step()
 
     def at_loss(self, call):
         return call.again()
 
-    def at_evaluation(self, call):
-        if not self.order.rank and len(self.record.evaluations) == 1:
-            torch.save(call.model.state_dict(), f"{self.order.folder}/{self.order.name} tested.pt")
-        return call.again()
-
-    def after_evaluation(self, call):
-        pass
-
     def at_step(self):
         pass
 
     def at_end(self, args):
         """Record what there is at the end of a training."""
-        record, weights = self.record, self.weights()
-        record.weights = {name: digest(weight) for name, weight in weights.items()
-                          if weight.requires_grad}
-        states = {name: item.state_dict() for name, item in self.saved.items()
-                  if hasattr(item, "state_dict")
-                  and not isinstance(item, (torch.nn.Module, torch.optim.Optimizer))}
-        record.others = numbers({**states, "progress": dict(self.progress)})
-        if getattr(args, "checkpoint", None) and os.path.exists(args.checkpoint):
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=False)
-            record.saved = numbers(saved)
+        weights = {name: weight for name, weight in self.weights().items() if weight.requires_grad}
+        self.record.state = {name: digest(weight) for name, weight in weights.items()}
+        for name, item in self.saved.items():
+            if hasattr(item, "state_dict") and not isinstance(
+                    item, (torch.nn.Module, torch.optim.Optimizer)):
+                self.record.state[name] = digest(item.state_dict())
+        self.record.state.update({name: digest(value) for name, value in self.progress.items()})
+        self.record.saved = os.path.exists(getattr(args, "checkpoint", None) or "")
 
     def weights(self):
         """Return all weights of saved models, and of the optimizers, by name."""
         found = {f"{item_name}.{name}": weight for item_name, item in self.saved.items()
                  if isinstance(item, torch.nn.Module) for name, weight in item.named_parameters()}
         known = {id(weight) for weight in found.values()}
-        for place, optimizer in enumerate(self.optimizers, 1):
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            found.update({f"weight {number} of optimizer {place} (of no model in saved)": weight
-                          for number, weight in enumerate(weights) if id(weight) not in known})
-        return found
-
-    def torch_save(self, guard, save, item, f, *arguments, **options):
-        """Let guard see a file that torch.save() opens in C++. Record files of the copy's own."""
-        guard.check(f, replaces=True)
-        name = os.fsdecode(f) if isinstance(f, (str, bytes, os.PathLike)) else ""
-        if name and not name.startswith(f"{self.order.folder}/{self.order.name}"):
-            self.record.written.append(name)
-        return save(item, f, *arguments, **options)
+        others = [weight for optimizer in self.optimizers for group in optimizer.param_groups
+                  for weight in group["params"] if id(weight) not in known]
+        return {**found, **{f"weight {number} of no model in saved": weight
+                            for number, weight in enumerate(others)}}
 
 
 class Preparation(Training):
@@ -293,14 +261,21 @@ class Preparation(Training):
 
 
 class Data(Training):
-    """Reads samples of the data sets, and looks for those that are in both."""
+    """Reads samples of the data sets: 20 of all of each, and, in one process, as many as it can."""
 
     def see_data(self, load_data, *arguments, **options):
-        cut(load_data(*arguments, **options), self.sets)
-        self.record.sizes = [size(data) for data in self.sets]
-        self.record.samples = [read(data, 20) for data in self.sets]
-        if self.order.size == 1 and len(self.sets) > 1 and all(self.record.sizes[:2]):
-            self.record.both = in_both(*self.sets[:2], self.alive)
+        sets = []
+        cut(load_data(*arguments, **options), sets, self.order.samples)
+        for data in sets:
+            count = size(data)
+            found = {"size": count, "samples": [sample(data, index) for index in
+                                                range(0, count, max(1, count // 20))]}
+            if self.order.size == 1:
+                end = time.monotonic() + 3
+                in_time = itertools.takewhile(lambda _: time.monotonic() < end,
+                                              random.Random(0).sample(range(count), count))
+                found["read"] = [sample(data, index) for index in in_time]
+            self.record.data.append(found)
         raise Enough
 
 
@@ -333,24 +308,6 @@ class Gradients(Training):
             raise Enough  # each optimizer has made a step
 
 
-class Evaluation(Training):
-    """Evaluates given weights, on one process twice."""
-
-    def at_evaluation(self, call):
-        path = f"{self.order.folder}/one tested.pt"
-        call.model.load_state_dict(torch.load(path, weights_only=False))
-        call.keep_batches()
-        self.before = random_state()
-        return call.again()
-
-    def after_evaluation(self, call):
-        found = self.record.evaluations[-1]
-        if self.order.size == 1:
-            set_random_state(self.before)
-            found["again"] = floats(call.again())
-        raise Enough
-
-
 class Stop(Training):
     """Gets SIGTERM in the second epoch, before the steps of the order's number."""
 
@@ -365,7 +322,7 @@ class Stop(Training):
             self.record.stopped = True
 
 
-# ---- Calls of the loss and of evaluate() ----
+# ---- Calls of the loss and of evaluate(), and their batches ----
 class Call:
     """A call of a function of the copy: its model, and the rest of its arguments: the batch."""
 
@@ -386,53 +343,170 @@ class Call:
         return self.function(*map(changed, self.arguments),
                              **{name: changed(value) for name, value in self.options.items()})
 
-    def keep_batches(self):
-        """Replace an iterator, which can be read once, by its batches."""
-        def keep(value):
-            return [*value] if hasattr(value, "__next__") else value
-
-        self.arguments = [*map(keep, self.arguments)]
-        self.options = {name: keep(value) for name, value in self.options.items()}
-
 
 def losses_of_parts(call):
-    """Return loss and counts of 10 samples, of the first 3 and the other 7, in both modes."""
-    whole = bool(tensors_of(call.batch))
-    model = call.model
+    """Return the losses of 10 samples, of the first 3 and the other 7, in both modes.
 
-    def loss_of(first, last):
-        return call.again(lambda value: some_rows(value, first, last, whole))
-
-    of_parts = (0, 10), (0, 3), (3, 10)
-    found = {"rounds": any(weight.dtype in (torch.bfloat16, torch.float16)
-                           for weight in model.parameters())}
-    hook = model.register_forward_pre_hook(lambda *_: found.update(
-        rounds=found["rounds"] or torch.is_autocast_enabled("cpu")))
+    varies: random numbers are drawn, or buffers change (of BatchNorm, which sees the batch).
+    """
+    found = {}
     for mode, training in (("evaluation", False), ("training", True)):
-        model.train(training)
-        before, buffers = random_numbers(), digest([*model.buffers()])
+        call.model.train(training)
+        before = random_numbers(), digest([*call.model.buffers()])
         with torch.set_grad_enabled(training):
-            parts = [floats_of_two(loss_of(*part)) for part in of_parts]
-        found[mode] = {"parts": parts, "draws": random_numbers() != before,
-                       "changes": digest([*model.buffers()]) != buffers}  # as BatchNorm does
-    hook.remove()
-    model.eval()
-    found["difference"] = 0.0  # of the gradient of 10 samples from the mean of its parts'
-    if not found["evaluation"]["draws"]:
-        with contextlib.suppress(Exception):  # in evaluation mode, a loss may have no gradient
-            ten, three, seven = (gradient(loss_of(*part), model) for part in of_parts)
-            length = (3 * three.norm() + 7 * seven.norm()).item()
-            found["difference"] = (10 * ten - 3 * three - 7 * seven).norm().item() / length
+            losses = [floats(call.again(lambda value: some_rows(value, *part)))[0]
+                      for part in ((0, 10), (0, 3), (3, 10))]
+        after = random_numbers(), digest([*call.model.buffers()])
+        found[mode] = {"losses": losses, "varies": after != before}
     return found
 
 
-def gradient(result, model):
-    """Return the gradient of a loss as one vector."""
-    loss = result[0] if isinstance(result, (list, tuple)) else result
-    used = [weight for weight in model.parameters() if weight.requires_grad]
-    gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True)
-    return torch.cat([part.to_dense().flatten() for part in gradients])
+def some_rows(values, first, last):
+    """Return a part of a batch for some samples of it."""
+    if is_constant(values):
+        return values
+    if isinstance(values, collections.abc.Mapping):
+        part = copy.copy(values)
+        for name, value in values.items():
+            part[name] = some_rows(value, first, last)
+        return part
+    return copy.deepcopy(values[first:last])
+
+
+def is_constant(value):
+    return value is None or isinstance(value, (int, float, str)) or (
+        isinstance(value, torch.Tensor) and not value.ndim)
+
+
+def parts_of(batch):
+    """Return what a batch is made of: usually tensors, with a row for each sample."""
+    parts = []
+    for part in batch:
+        parts += part.values() if isinstance(part, collections.abc.Mapping) else [part]
+    return [part for part in parts if not is_constant(part)]
+
+
+def rows(batch):
+    """Return digests of each sample of a batch, and of each of its parts. Of a graph: []."""
+    parts = parts_of(batch)
+    try:
+        [count] = {len(part) for part in parts}
+        return [[digest([part[index] for part in parts]), *(digest(part[index]) for part in parts)]
+                for index in range(count)]
+    except (TypeError, KeyError, ValueError):
+        return []
+
+
+# ---- Data sets ----
+def is_tensor(value):
+    return isinstance(value, torch.Tensor) and value.ndim or "numpy.ndarray" in str(type(value))
+
+
+def are_tensors(data):
+    """Return whether data is a tuple of tensors or arrays, whose rows are samples."""
+    return (isinstance(data, (tuple, list)) and len(data) > 0 and all(map(is_tensor, data))
+            and len({len(part) for part in data}) == 1)
+
+
+def is_data(value):
+    """Return whether value is a data set: tensors, a Dataset, or a list of pairs."""
+    return (are_tensors(value) or hasattr(value, "__getitems__")
+            or isinstance(value, Dataset) and hasattr(value, "__len__")
+            or isinstance(value, list) and len(value) > 3 and isinstance(value[0], (tuple, dict)))
+
+
+def cut(loaded, sets, counts):
+    """Return what load_data() returned with few samples of each data set. Add the sets to sets.
+
+    counts: of training samples, and of validation samples.
+    """
+    alone = is_data(loaded)  # the training set
+    if isinstance(loaded, dict):
+        return dict(zip(loaded, cut([*loaded.values()], sets, counts)))
+    if not alone and isinstance(loaded, (tuple, list)) and all(map(is_tensor, loaded)):
+        groups = [tuple(group) for _, group in itertools.groupby(loaded, len)]
+        return [part for group in cut(groups, sets, counts) for part in group]
+    if not alone and not isinstance(loaded, (tuple, list)):
+        return loaded
+    parts = []
+    for part in [loaded] if alone else loaded:
+        if is_data(part) and (len(sets) < 2 or isinstance(part, Dataset)):
+            sets.append(part)
+            part = few(part, counts[len(sets) > 1])
+        parts.append(part)
+    return parts[0] if alone else parts
+
+
+def size(data):
+    return len(data[0]) if are_tensors(data) else len(data)
+
+
+def few(data, count):
+    """Return so many samples of a data set, from all of it, and some twice if it has fewer."""
+    if not size(data):
+        return data
+    indices = [index * size(data) // count for index in range(count)]
+    if are_tensors(data):
+        return tuple(part[indices] for part in data)
+    if type(data) is Subset:
+        return Subset(data.dataset, [data.indices[index] for index in indices])
+    return [data[index] for index in indices] if isinstance(data, list) else Few(data, indices)
+
+
+class Few(Subset):
+    """Some samples of a data set, with its attributes: of labels, those of these samples."""
+
+    def __getattr__(self, name):
+        if name == "dataset":  # while this object is unpickled
+            raise AttributeError(name)
+        value = getattr(self.dataset, name)
+        if (is_tensor(value) or isinstance(value, list)) and len(value) == len(self.dataset):
+            return value[self.indices] if is_tensor(value) else [value[i] for i in self.indices]
+        return value
+
+
+def sample(data, index):
+    """Return a text that equal samples share, also if they are transformed at random."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    return digest([part[index] for part in data] if are_tensors(data) else data[index])
+
+
+# ---- Numbers ----
+def digest(value):
+    """Return a text that equal samples, or equal tensors, share."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to_dense().contiguous()
+        content = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
+    elif isinstance(value, (list, tuple, dict)):
+        if isinstance(value, dict):  # a loaded state may have another order
+            value = sorted(value.items(), key=lambda item: str(item[0]))
+        content = "".join(map(digest, value)).encode()
+    else:
+        try:
+            content = pickle.dumps(value)
+        except Exception:
+            content = str(type(value)).encode()
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
+
+
+def floats(result):
+    """Return the numbers of a result."""
+    if isinstance(result, dict):
+        result = list(result.values())
+    if isinstance(result, (list, tuple)):
+        return [number for part in result for number in floats(part)]
+    if is_tensor(result) or isinstance(result, torch.Tensor):
+        result = torch.as_tensor(result).detach().double().sum()
+    return [float(result)] if hasattr(result, "__float__") else []
+
+
+def random_numbers():
+    """Return a text that changes when random numbers are drawn."""
+    return digest([torch.get_rng_state(), random.getstate()])
 
 
 if __name__ == "__main__":
-    serve()
+    serve(work)
