@@ -300,7 +300,8 @@ def test_a_kill_in_an_evaluation_loses_no_training(script, tmp_path):
         train_and_kill(copy, *flags, nproc=2, setup=lambda module, rank: (
             kill_at_call(module, "evaluate", evaluation)))
         found = progress(path)
-        assert found == 6 * evaluation, f"{script}, killed in evaluation {evaluation}, saved {found}"
+        assert found == 6 * evaluation, (
+            f"{script}, killed in evaluation {evaluation}, has saved {found}")
     end = train_to_end(copy, *flags, nproc=2)
     count = len(re.findall(r"^epoch 3/3 .*val_accuracy", end.text, re.MULTILINE))
     assert count == 1, f"{script}: the missing evaluation is made {count} times\n{end.text}"
