@@ -49,7 +49,7 @@ for folder in "${VIRTUAL_ENV:-none}" "${CONDA_PREFIX:-none}" "$PWD"/.{venv,conda
 done
 [[ ${image:-} ]] || echo "python: $(type -P python)"
 
-# Processes: one per GPU, or per core, of the smallest node. They share its cores.
+# Processes on each node: one per GPU, or per core of the smallest node. They share its cores.
 cores=$(tr , '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed 's/(.*//; q')
 gpus=${SLURM_GPUS_ON_NODE:-}
 processes=${NPROC:-${gpus:-$cores}}
@@ -58,11 +58,12 @@ export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
 
 # torchrun: of the 120 s of --signal, processes have 110 s to save (30 s with torch before 2.13).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
-# It takes a node for lost if its clock is 3 x 5 s behind. Slurm allows 5 minutes: 60 x 5 s.
+# It takes a node for lost if its clock is 3 x 5 s behind. Slurm's own limit is 5 minutes: 60 x 5 s.
 export PET_RDZV_CONF=keep_alive_max_attempt=60
 
-# srun: it would take options from the shell or the job that has submitted this one. OMP_PROC_BIND
-# and the next two would bind all processes to one core. A notebook may leave the last ones.
+# srun: it would take options from the shell or the job that has submitted this one. OMP_PROC_BIND,
+# OMP_PLACES and GOMP_CPU_AFFINITY would bind all processes to one core. A notebook may leave RANK
+# and what follows it.
 unset "${!SLURM_CPU@}" "${!SLURM_GPU@}" "${!SLURM_MEM@}" "${!SLURM_NTASKS@}" "${!SLURM_TRES@}" \
     "${!PMI@}" SLURM_CONSTRAINT SLURM_DISTRIBUTION SLURM_HINT SLURM_NPROCS SLURM_PTY_PORT \
     SLURM_TIMELIMIT OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY \
