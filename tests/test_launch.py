@@ -279,6 +279,8 @@ class Machines(Network):
     def up(self):
         (self.root / "hosts").write_text("127.0.0.1 localhost\n")
         super().up()
+        for machine in self.machines.values():  # until it is set up: HOSTS replaces a mount of it
+            machine.exec("until mountpoint --quiet /etc/nsswitch.conf; do sleep 0.1; done")
 
 
 def train_on_two_machines(path, commands, hosts):
