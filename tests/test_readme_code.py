@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,14 +174,16 @@ def test_random_transforms_differ_on_two_processes_and_a_run_with_them_resumes_e
     assert_equal(Path("stopped.pt"), Path("end.pt"))
 
 
-def accuracy_by_the_page(inputs, labels):
-    """Return the accuracy of the weights in my.pt.best, by the page's code, with other inputs."""
+def assert_the_page_classifies_as_the_run(printed):
+    """By its code, the best weights have the best accuracy on the validation set of load_data()."""
+    shutil.copy("two.pt.best", "my.pt.best")
+    best = max(line["val_accuracy"] for line in printed)
+    assert best > 0.8, f"the copy does not learn its data: {printed}"
     ((_, use),) = edits(MAKE_IT_YOURS, "fashionmnist_ddp", "use")
-    torch.save(inputs, "inputs.pt")
-    use = re.sub("^inputs = .*", 'inputs = torch.load("inputs.pt")', use, flags=re.MULTILINE)
-    printed = run_code(f"import torch\ntorch.set_printoptions(threshold=10**6)\n{use}")
-    found = torch.tensor([int(number) for number in re.findall(r"\d+", printed)])
-    return (found == labels).double().mean().item()
+    use = re.sub("^inputs = .*", "inputs = val_set[0]", use, flags=re.MULTILINE)
+    accuracy = "print((model(inputs).argmax(1) == val_set[1]).double().mean().item())"
+    found = float(run_code(f"{use}\n{accuracy}").split()[-1])
+    assert found == pytest.approx(best, abs=1e-4), f"by the page's code {found}, in the run {best}"
 
 
 def test_tensors_are_learned_and_their_weights_classify_as_in_the_run():
@@ -189,11 +192,7 @@ def test_tensors_are_learned_and_their_weights_classify_as_in_the_run():
         torch.save((inputs, inputs[:, :3].argmax(1)), name)
     make_copy("fashionmnist_ddp", "my.py", *edits(MAKE_IT_YOURS, "fashionmnist_ddp", "tensors"))
     printed = assert_trains_alike("my.py", "--global-batch", 16, "--lr", 0.02)
-    shutil.copy("two.pt.best", "my.pt.best")
-    best = max(line["val_accuracy"] for line in printed)
-    assert best > 0.8, f"the copy does not learn its tensors: {printed}"
-    found = accuracy_by_the_page(*torch.load("val.pt"))
-    assert found == pytest.approx(best, abs=1e-4), f"by the page's code {found}, in the run {best}"
+    assert_the_page_classifies_as_the_run(printed)
 
 
 def test_a_table_is_learned():
@@ -207,7 +206,7 @@ def test_a_table_is_learned():
     make_copy("fashionmnist_ddp", "my.py",
               *edits(MAKE_IT_YOURS, "fashionmnist_ddp", "tensors", "table"))
     printed = assert_trains_alike("my.py", "--global-batch", 16, "--lr", 0.01, resumes=False)
-    assert printed[-1]["val_accuracy"] > 0.8, f"the copy does not learn its table: {printed}"
+    assert_the_page_classifies_as_the_run(printed)
     mean, _ = torch.load("scales.pt")
     assert mean.tolist() == pytest.approx(columns[:810].mean(0).tolist(), rel=0.2), (
         "scales.pt must have the mean of each column")
@@ -255,40 +254,45 @@ def test_class_weights_train_alike(script):
     assert sum(map(float, values.strip("[]").split(","))) == pytest.approx(10, rel=0.1), values
 
 
+def language_model():
+    """Return the page's place and code, with one layer and without dropout."""
+    ((place, code),) = edits(MAKE_IT_YOURS, "synthetic_ddp", "language model")
+    assert "dropout=0.1" in code and "layers=4" in code, "the page's model is another one"
+    return place, code.replace("dropout=0.1", "dropout=0.0").replace("layers=4", "layers=1")
+
+
 def test_a_language_model_trains_alike_and_learns():
     text = "".join(chr(97 + number * number % 7) for number in range(6000))
     Path("input.txt").write_text(text)
-    ((place, code),) = edits(MAKE_IT_YOURS, "synthetic_ddp", "language model")
-    assert "dropout=0.1" in code and "layers=4" in code, "the page's model is another one"
-    small = code.replace("dropout=0.1", "dropout=0.0").replace("layers=4", "layers=1")
-    make_copy("synthetic_ddp", "my.py", (place, small))
+    make_copy("synthetic_ddp", "my.py", language_model())
     printed = assert_trains_alike("my.py", "--global-batch", 8, "--workers", 0, "--lr", 0.01,
                                   resumes=False)
     assert printed[-1]["val_accuracy"] > 0.7, f"the model does not learn its text: {printed}"
 
 
+TOKENS = """
+def load_data(args):
+    x = torch.randint(5, (80, LENGTH))
+    y = x.masked_fill(torch.rand(80, LENGTH) < torch.rand(80, 1), -100)
+    return TensorDataset(x[16:], y[16:]), TensorDataset(x[:16], y[:16])
+"""
+
+
 def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
-    """Two processes end as one process with the usual loss."""
-    usual = "loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())"
-    tokens = [("", """
-        def load_data(args):
-            x = torch.randint(5, (80, 6))
-            y = x.masked_fill(torch.rand(80, 6) < torch.rand(80, 1), -100)
-            return TensorDataset(x[16:], y[16:]), TensorDataset(x[:16], y[:16])
-
-
-        def build_model(args):
-            return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
-        """), ('instead of "return loss, (logits"',
-               "return loss, (logits.argmax(2) == labels).sum()")]
-    make_copy("synthetic_ddp", "usual.py", ('instead of "loss = F.cross_entropy("', usual), *tokens)
-    make_copy("synthetic_ddp", "my.py", *edits(MAKE_IT_YOURS, "synthetic_ddp", "tokens"), *tokens)
+    """Two processes end as one process with the usual loss, which ignores -100, too."""
+    Path("input.txt").write_text("abcde")
+    place, usual = language_model()
+    ((_, loss),) = edits(MAKE_IT_YOURS, "synthetic_ddp", "tokens")
+    tokens = re.sub("( +)loss = F.cross_entropy.*", lambda line: textwrap.indent(loss, line[1]),
+                    usual)
+    make_copy("synthetic_ddp", "usual.py", (place, usual), ("", TOKENS))
+    make_copy("synthetic_ddp", "my.py", (place, tokens), ("", TOKENS))
     flags = ("--epochs", 2, "--global-batch", 16, "--workers", 0, "--checkpoint")
     train_to_end("usual.py", *flags, "usual.pt")
     train_to_end("my.py", *flags, "my.pt", nproc=2)
     expected, found = (load_checkpoint(path)["model"] for path in ("usual.pt", "my.pt"))
     for name, weight in expected.items():
-        assert torch.allclose(weight, found[name], atol=1e-4), (
+        assert torch.allclose(weight, found[name], atol=1e-3), (
             f"{name} must be {weight}, but by the page's code, it is {found[name]}")
 
 
