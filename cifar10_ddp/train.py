@@ -382,9 +382,10 @@ def train(args):
 
         results = sums.results()  # {} if resumed at the end of the epoch
         seconds = time.perf_counter() - start
+        val_batches = on_device(iter(val_loader), device)  # iter() may draw a random number
         # DDP: other random numbers in each process. A run that is resumed here draws the same
         seed_all(args.seed, epoch, step, rank)
-        val_results = evaluate(args, model, on_device(val_loader, device))
+        val_results = evaluate(args, model, val_batches)
         results.update(val_results)
         speed = (step - first_step) * args.global_batch / seconds
         log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "

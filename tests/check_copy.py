@@ -274,8 +274,9 @@ def check_loss(seen, problems):
         notes.append(f"in {no_mean[0]}, the loss of 10 samples is {ten:.4g}, and the mean of the "
                      f"losses of 3 and 7 of them is {(3 * three + 7 * seven) / 10:.4g}. So it "
                      "depends on how a batch is divided among the processes. For class weights or "
-                     "ignored tokens, see make-it-yours. Gather pairs from all ranks. Compute no "
-                     "statistics of a batch. Look for shapes that broadcast: (N, 1) and (N,)")
+                     "ignored tokens, see synthetic_ddp/make-it-yours.md. Gather pairs from all "
+                     "ranks. Compute no statistics of a batch. Look for shapes that broadcast: "
+                     "(N, 1) and (N,)")
     elif found["evaluation"]["varies"]:
         skip(promise, "it draws random numbers in eval()")
     else:
@@ -379,19 +380,31 @@ def compare_gradients(seen):
     """
     for names, unknown in ((("one", "two"), "the optimizer computes them itself"),
                            (("gradients", "gradients of two"), "the model has none in eval()")):
-        norms, others = ({weight: norm for step in reversed(seen[name][0].steps)
-                          for weight, norm in step["norms"].items()} if name in seen else {}
+        norms, others = (first_norms(seen[name][0].steps) if name in seen else {}
                          for name in names)
         if not any(norms.values()) or not others:
             return {}, unknown
         least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # or rounding
-        ratios = {name: others.get(name, 0.0) / value if value else math.inf
-                  for name, value in norms.items()
-                  if abs(value - others.get(name, math.inf)) >
+        ratios = {place[0]: others.get(place, 0.0) / value if value else math.inf
+                  for place, value in norms.items()
+                  if abs(value - others.get(place, math.inf)) >
                   tolerance_of(seen) * max(value, least)}
         if not ratios:
             break
     return ratios, ""
+
+
+def first_norms(steps):
+    """Return the norms of gradients in their first two steps, by (name, 0 or 1).
+
+    By chance, the shares of one step may be alike.
+    """
+    norms = {}
+    for step in steps:
+        for name, norm in step["norms"].items():
+            number = 1 if (name, 0) in norms else 0
+            norms.setdefault((name, number), norm)
+    return norms
 
 
 def remedy_of_gradients(ratios):

@@ -353,8 +353,7 @@ with torch.autocast("cpu", torch.bfloat16):
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         saved["average"] = average"""),
         ('after "            train_step("', "average.update_parameters(model)"),
-        (EVALUATION, "val_results = evaluate(args, average.module, "
-                    "on_device(val_loader, device))")),
+        (EVALUATION, "val_results = evaluate(args, average.module, val_batches)")),
     "four tensors of a small table, with dropout, all in one order (noted)": (
         "fashionmnist_ddp", above("""
 def build_model(args):
