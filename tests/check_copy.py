@@ -101,9 +101,9 @@ def make_mirror(folder, path, flags):
     print(f"""\
 Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of 16 samples, of
 {TRAINING_SAMPLES} training samples, and of {VAL_SAMPLES} validation samples if there are any.
-It works in a temporary folder, with copies of {mirror.copied} of your files {links}. Python
-cannot change what is linked, at an absolute path or in ~; programs that it starts, and libraries
-that write without Python, can.""", flush=True)
+It works in a temporary folder, with copies of {mirror.copied} of your files {links}. What Python
+would write to a link, to an absolute path or to ~ is refused. A program that it starts, or a
+library that writes without Python, can change these.""", flush=True)
     return mirror, {**folders, "folder": folder, "path": path, "flags": flags,
                     "samples": [TRAINING_SAMPLES, VAL_SAMPLES]}
 
@@ -273,10 +273,10 @@ def check_loss(seen, problems):
         ten, three, seven = found[no_mean[0]]["losses"]
         notes.append(f"in {no_mean[0]}, the loss of 10 samples is {ten:.4g}, and the mean of the "
                      f"losses of 3 and 7 of them is {(3 * three + 7 * seven) / 10:.4g}. So it "
-                     "depends on how a batch is divided among the processes. For class weights or "
-                     "ignored tokens, see synthetic_ddp/make-it-yours.md. Gather pairs from all "
-                     "ranks. Compute no statistics of a batch. Look for shapes that broadcast: "
-                     "(N, 1) and (N,)")
+                     "depends on how a batch is divided among the processes. For class weights, "
+                     'use reduction="none" and .mean(); for ignored tokens, see synthetic_ddp/'
+                     "make-it-yours.md; for a loss of pairs, gather them from all ranks; compute "
+                     "no statistics of a batch; look for shapes that broadcast: (N, 1) and (N,)")
     elif found["evaluation"]["varies"]:
         skip(promise, "it draws random numbers in eval()")
     else:

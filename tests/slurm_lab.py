@@ -30,7 +30,7 @@ LaunchParameters=use_interactive_step   # a shell of salloc runs on the first no
 ProctrackType=proctrack/linuxproc   # cgroups v2 require a systemd per node
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SlurmdTimeout=5                     # a lost node is down sooner
-KillWait=10                         # what hangs is killed sooner
+KillWait=30                         # the default: on a busy machine, a step takes long
 AuthInfo=cred_expire=5              # a requeued job waits 7 s, not 121
 JobRequeue=0                        # unless a job requests it
 MinJobAge=3600                      # ended jobs stay visible

@@ -492,7 +492,7 @@ def too_long_for_the_time_limit(lab):
 def cancelled(lab):
     """cifar10_ddp, which saves after the step that runs, also when it is requeued by hand before.
 
-    It saves for no other reason in this time. Slurm kills it after 10 s (KillWait).
+    It saves for no other reason in this time. Slurm kills it after 30 s (KillWait).
     """
     job = lab.sbatch(f"{TWO_CORES} slurm/cifar10-srun.sbatch {ENDLESS}", "c11")
     checkpoint = lab.folder / f"cifar10-srun-{job}.pt"
