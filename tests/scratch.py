@@ -10,6 +10,7 @@ import argparse
 import collections
 import contextlib
 import errno
+import faulthandler
 import json
 import linecache
 import os
@@ -162,6 +163,7 @@ def do_order(order, work):
         work(order)
         status = 0
     except BaseException:
+        faulthandler.cancel_dump_traceback_later()  # a dump that has begun is completed
         traceback.print_exc()
     os._exit(status)
 
