@@ -350,12 +350,12 @@ def test_blocks_of_the_loop_clip_stop_and_report(script):
     ((place, clip),) = edits(MAKE_IT_YOURS, script, "clip")
     make_copy(script, "my.py", (place, clip.replace("1.0", "0.01")),
               *edits(MAKE_IT_YOURS, script, "early stop", "TensorBoard", "profile"))
-    norms, text = train_to_end("my.py", *FLAGS[script], "--epochs", 9, nproc=2, setup=setup)[::2]
-    printed = results(text)
+    end = train_to_end("my.py", *FLAGS[script], "--epochs", 9, nproc=2, setup=setup)
+    printed, norms = results(end.text), end.results[0]
     assert len(printed) == 7, (
         f"an early stop comes after five epochs that are not better, not in {len(printed)}")
-    assert norms[0] == pytest.approx(len(norms[0]) * [0.01], rel=0.01), (
-        f"clipped to 0.01, the gradients that are used have the norms {norms[0]}")
+    assert norms == pytest.approx(len(norms) * [0.01], rel=0.01), (
+        f"clipped to 0.01, the gradients that are used have the norms {norms}")
     expected = [f"{name} {epoch} {value:.4f}" for epoch, line in enumerate(printed)
                 for name, value in line.items()]
     found = Path("my.txt").read_text().splitlines()
