@@ -218,7 +218,7 @@ def build_model(args):
 def build_optimizer(args, model, steps):
     """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-    After an edit here, start a new run: a resumed one takes rates, weight decay, ... from FILE.
+    After an edit here, start a new run: a resumed one has base rates, weight decay, ... of FILE.
     """
     def factor(step):  # warm-up over a fifth of the steps, then decay to 0
         return min(1, (step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps))
@@ -383,7 +383,8 @@ def train(args):
         results = sums.results()  # {} if resumed at the end of the epoch
         seconds = time.perf_counter() - start
         val_batches = on_device(iter(val_loader), device)  # iter() may draw a random number
-        # DDP: other random numbers in each process. A run that is resumed here draws the same
+        # For an evaluation that draws random numbers. DDP: others in each process. A run that is
+        # resumed here draws the same
         seed_all(args.seed, epoch, step, rank)
         val_results = evaluate(args, model, val_batches)
         results.update(val_results)
@@ -417,7 +418,7 @@ def own_parts(args, images, step):
 
 
 class SeededBatches(Dataset):
-    """A batch of the samples of data for each (three numbers, as its seed, and the indices)."""
+    """Item (a, b, c, indices) is a batch of these samples of data, seeded by the numbers a, b, c."""
 
     def __init__(self, data):
         self.data = data

@@ -132,7 +132,7 @@ def build_model(args):
 def build_optimizer(args, model, steps):
     """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-    After an edit here, start a new run: a resumed one takes rates, weight decay, ... from FILE.
+    After an edit here, start a new run: a resumed one has base rates, weight decay, ... of FILE.
     """
     def factor(step):  # warm-up over a fifth of the steps, then decay to 0
         return min(1, (step + 1) / (0.2 * steps), (steps - step) / (0.8 * steps))

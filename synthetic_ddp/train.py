@@ -121,7 +121,7 @@ def build_model(args):
 def build_optimizer(args, model, steps):
     """Return the optimizer, and a scheduler of the learning rate for this number of steps.
 
-    After an edit here, start a new run: a resumed one takes rates, weight decay, ... from FILE.
+    After an edit here, start a new run: a resumed one has base rates, weight decay, ... of FILE.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
