@@ -418,7 +418,7 @@ def own_parts(args, images, step):
 
 
 class SeededBatches(Dataset):
-    """Item (a, b, c, indices) is a batch of these samples of data, seeded by the numbers a, b, c."""
+    """Item (a, b, c, indices) is the batch of these samples of data, seeded by numbers a, b, c."""
 
     def __init__(self, data):
         self.data = data
