@@ -393,8 +393,8 @@ def close_group():
 
 
 def log(message):
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
+    """Print on rank 0, or in a program that only imports this file."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 

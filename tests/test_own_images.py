@@ -199,7 +199,8 @@ def different(states, others):
     return [name for name in others if not torch.equal(states[name], others[name])]
 
 
-def test_what_is_made_of_the_model_has_pretrained_weights_and_a_resume_its_own(folder, tmp_path):
+def test_what_is_made_of_the_model_has_pretrained_weights_and_a_resume_its_own(
+        folder, tmp_path, monkeypatch):
     """Modules of mnasnet read the weights' version."""
     url = models.get_model_weights("mnasnet0_5").DEFAULT.url
     file = tmp_path / "hub" / "checkpoints" / os.path.basename(url)
@@ -236,3 +237,9 @@ def test_what_is_made_of_the_model_has_pretrained_weights_and_a_resume_its_own(f
     for rank, states in enumerate(train_to_end(copy, *flags, nproc=2, setup=see).results):
         others = different(states[1], saved)
         assert not others, f"a resume with --pretrained, rank {rank}: it has other {others}"
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    args = load_script(copy).parse_args(["--model", "mnasnet0_5", "--pretrained"])
+    args.classes = ["cat", "dog"]
+    shape = [*load_script(copy).build_model(args).state_dict()["classifier.1.weight"].shape]
+    assert shape == [2, 1280], f"without processes, to use the weights, the last layer has {shape}"
