@@ -16,14 +16,16 @@ import sys
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from checkpoints import assert_equal, difference, load_checkpoint, progress
 from copies import make_copy
-from forked import (at_step, kill_after, kill_at_call, train_and_kill, train_forked, train_to_end,
-                    watch)
+from forked import (End, at_step, kill_after, kill_at_call, train_and_kill, train_forked,
+                    train_to_end, watch)
 from launchers import start, wait_until_gone
 from recorder import FewPixels, change_sets, first_samples, number_samples, use_small_model
 from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script, script_path
@@ -65,89 +67,101 @@ def load_data(args):
 """
 
 
-def small_copy(script, path, is_random=False, *edits):
-    """Write a copy of a script with a small model, and with all of RANDOM, to path."""
-    above = SMALL if "fake_images" in script_path(script).read_text() else ""
-    above += RANDOM if is_random else ""
-    return make_copy(script, path, *[(None, above)][:bool(above)], *edits)
+def random_copy(script, path, *edits):
+    """Write a copy of a script with a small model that draws random numbers to path."""
+    small = SMALL if "fake_images" in script_path(script).read_text() else ""
+    return make_copy(script, path, (None, small + RANDOM), *edits)
 
 
-def flags_of(script, path, children=False):
-    """Return flags for 3 epochs of 6 steps, with or without loader processes."""
+def flags_of(script, path, *more):
+    """Return flags for 3 epochs of 6 steps. Without more, a process has a loader process."""
     details = SCRIPTS[script]
     return [details.data_flag, 96 if script == "synthetic_ddp" else 72, "--epochs", 3,
-            "--global-batch", 12, *([] if children else details.no_children),
-            "--checkpoint", path]
+            "--global-batch", 12, *(["--workers", 1] if details.no_children else []),
+            "--checkpoint", path, *more]
+
+
+def short_flags_of(script, path, *more):
+    """Return the same flags without loader processes."""
+    return flags_of(script, path, *SCRIPTS[script].no_children, *more)
+
+
+class Runs(NamedTuple):
+    """Two runs of a copy that draws random numbers."""
+    copy: Path
+    whole: Path  # FILE of an undisturbed run
+    stopped: Path  # FILE of a run that was killed after step 8
+    resumed: Path  # FILE of this run at its end
+    end: End  # of the resumed run: for each rank, after each step, how many tensors of FILE it has
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A function of (script, processes, whether its copy is random): the flags for a copy.
+    """A function of a script and a number of processes, which returns Runs."""
+    def count_tensors(module, rank):
+        tensors, counts = [], []
+        watch(module, "resume", lambda checkpoint, *_: tensors.extend(
+            weakref.ref(tensor) for tensor in checkpoint["model"].values()))
+        at_step(lambda _: counts.append(sum(tensor() is not None for tensor in tensors)))
+        return counts
 
-    It returns the path of the copy, and FILE of its undisturbed run.
-    """
     @functools.cache
-    def run(script, nproc, is_random):
-        folder = tmp_path_factory.mktemp("undisturbed")
-        copy = small_copy(script, folder / "train.py", is_random)
-        train_to_end(copy, *flags_of(script, folder / "run.pt"), nproc=nproc)
-        return copy, folder / "run.pt"
+    def run(script, nproc=2):
+        folder = tmp_path_factory.mktemp("runs")
+        whole, stopped, resumed = (folder / name for name in ("whole.pt", "stopped.pt", "run.pt"))
+        copy = random_copy(script, folder / "train.py")
+        # A loader process of the small scripts has random numbers of its own
+        flags = short_flags_of if script in STEP_SCRIPTS else flags_of
+        train_to_end(copy, *flags(script, whole), nproc=nproc)
+        train_and_kill(copy, *flags_of(script, stopped), nproc=nproc,
+                       setup=lambda module, rank: rank == 0 and kill_after(8))
+        for file in folder.glob("stopped.pt*"):
+            shutil.copy(file, folder / file.name.replace("stopped", "run"))
+        end = train_to_end(copy, *flags_of(script, resumed), nproc=nproc, setup=count_tensors)
+        return Runs(copy, whole, stopped, resumed, end)
 
     return run
 
 
-def assert_same_end(path, undisturbed, what):
+def assert_same_end(path, whole, what):
     """Fail unless both files of a run are those of the undisturbed one."""
-    assert_equal(path, undisturbed, f"{what}, and resumed: FILE")
-    best, expected = (path.with_name(f"{file.name}.best") for file in (path, undisturbed))
-    expected = undisturbed.with_name(f"{undisturbed.name}.best")
+    assert_equal(path, whole, f"{what}, and resumed: FILE")
+    best, expected = (Path(f"{file}.best") for file in (path, whole))
     assert best.exists() == expected.exists(), f"{what}: is there FILE.best? {best.exists()}"
     if best.exists():
         assert_equal(best, expected, f"{what}, and resumed: FILE.best")
 
 
 # ---- killed at any place ----
-PLACES = {  # what kills rank 0, in a run of 3 epochs of 6 steps
-    "in a step": lambda module: kill_after(8),
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_killed_in_a_step_and_resumed_exactly(script, nproc, runs):
+    """With dropout, BatchNorm and random transforms, in loader processes."""
+    found = runs(script, nproc)
+    assert "resumed after" in found.end.text, f"{script}, killed, starts over\n{found.end.text}"
+    assert_same_end(found.resumed, found.whole, f"{script} is killed in a step")
+
+
+PLACES = {  # what kills rank 0
     "before the first save": lambda module: kill_at_call(module, "save", 1),
     "in a save": lambda module: kill_at_call(os, "fsync", 3),
-    "before the file is renamed": lambda module: kill_at_call(os, "replace", 3),
-    "in the last epoch": lambda module: kill_after(17),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_killed_anywhere_and_resumed_exactly(script, place, runs, tmp_path):
-    """On two processes."""
-    copy, undisturbed = runs(script, 2, False)
+def test_killed_beside_a_save_and_resumed_exactly(script, place, runs, tmp_path):
+    """On two processes. What was written of the new file is left, and does not disturb."""
     flags = flags_of(script, tmp_path / "run.pt")
-    train_and_kill(copy, *flags, nproc=2,
+    train_and_kill(runs(script).copy, *flags, nproc=2,
                    setup=lambda module, rank: rank == 0 and PLACES[place](module))
-    end = train_to_end(copy, *flags, nproc=2)
-    if "first" not in place:
-        assert "resumed after" in end.text, f"{script}, killed {place}, starts over\n{end.text}"
-    assert_same_end(tmp_path / "run.pt", undisturbed, f"{script} is killed {place}")
-
-
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_dropout_batchnorm_and_random_transforms_are_repeated(script, nproc, runs, tmp_path):
-    """In a copy that has them all, with loader processes; the undisturbed run has none."""
-    copy, undisturbed = runs(script, nproc, True)
-    if script == "synthetic_ddp":  # a loader process has random numbers of its own
-        undisturbed = tmp_path / "undisturbed.pt"
-        train_to_end(copy, *flags_of(script, undisturbed, children=True), nproc=nproc)
-    flags = flags_of(script, tmp_path / "run.pt", children=True)
-    train_and_kill(copy, *flags, nproc=nproc,
-                   setup=lambda module, rank: rank == 0 and kill_after(8))
-    train_to_end(copy, *flags, nproc=nproc)
-    assert_same_end(tmp_path / "run.pt", undisturbed, f"a random copy of {script} is killed")
+    train_to_end(runs(script).copy, *flags, nproc=2)
+    assert_same_end(tmp_path / "run.pt", runs(script).whole, f"{script} is killed {place}")
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_resumed_on_other_numbers_of_processes(script, tmp_path):
-    """On 3, 2 and 1 in turn. Weights differ by the order of summation alone."""
+    """Killed on 3, resumed on 2. Weights differ by the order of summation alone."""
     def setup(module, rank):
         """Samples that flips and crops do not change. Adam turns rounding into large steps."""
         torch.optim.Adam = lambda parameters, **_: torch.optim.SGD(parameters, lr=0.01)
@@ -157,33 +171,31 @@ def test_resumed_on_other_numbers_of_processes(script, tmp_path):
     def setup_and_kill(module, rank):
         setup(module, rank)
         if rank == 0:
-            kill_after(8)  # since the start: in another epoch of each life
+            kill_after(8)
 
     whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
-    train_to_end(script, *flags_of(script, whole), nproc=1, setup=setup)
-    for nproc in (3, 2):
-        train_and_kill(script, *flags_of(script, path), nproc=nproc, setup=setup_and_kill)
-    train_to_end(script, *flags_of(script, path), nproc=1, setup=setup)
+    train_to_end(script, *short_flags_of(script, whole), setup=setup)
+    train_and_kill(script, *short_flags_of(script, path), nproc=3, setup=setup_and_kill)
+    train_to_end(script, *short_flags_of(script, path), nproc=2, setup=setup)
     assert progress(path) == progress(whole), f"{script}: the resumed run has other steps"
     found = difference(path, whole)
-    assert found < 1e-5, f"{script} on 3, 2, 1 processes in turn: weights differ by {found:.1e}"
+    assert found < 1e-5, f"{script} on 3, then 2 processes: weights differ by {found:.1e}"
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_a_finished_run_trains_no_more(script, runs, tmp_path):
-    copy, undisturbed = runs(script, 2, False)
-    shutil.copy(undisturbed, tmp_path / "run.pt")
-    if SCRIPTS[script].best:
-        shutil.copy(f"{undisturbed}.best", tmp_path / "run.pt.best")
+    for file in runs(script).whole.parent.glob("whole.pt*"):
+        shutil.copy(file, tmp_path)
 
     def count(module, rank):
         steps = []
         at_step(steps.append)
         return steps
 
-    end = train_to_end(copy, *flags_of(script, tmp_path / "run.pt"), nproc=2, setup=count)
+    end = train_to_end(runs(script).copy, *flags_of(script, tmp_path / "whole.pt"), nproc=2,
+                       setup=count)
     assert end.results == [[], []], f"{script}, started again after its end, trains\n{end.text}"
-    assert_same_end(tmp_path / "run.pt", undisturbed, f"{script} is started again after its end")
+    assert_same_end(tmp_path / "whole.pt", runs(script).whole, f"{script} is started after its end")
 
 
 # ---- a run whose state is the step ----
@@ -201,7 +213,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(script, name, run
         return steps
 
     path = tmp_path / "run.pt"
-    copy, undisturbed = runs(script, 2, False)
+    copy, whole, *_ = runs(script)
     end = train_forked(copy, *flags_of(script, path), nproc=2, setup=setup)
     what = f"{script}: {name} to one process after step 2"
     assert [len(steps) for steps in end.results] in ([2, 2], [3, 3]), (
@@ -210,13 +222,13 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(script, name, run
         f"{what}: statuses {end.statuses}\n{end.text}")
     assert "too early" not in end.text, f"{what}: it exits before rank 0 has saved\n{end.text}"
     train_to_end(copy, *flags_of(script, path), nproc=2)
-    assert_same_end(path, undisturbed, what)
+    assert_same_end(path, whole, what)
 
 
 @pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script, tmp_path):
     """A job that ends with status 1 is requeued."""
-    flags = flags_of(script, tmp_path / "run.pt")
+    flags = short_flags_of(script, tmp_path / "run.pt")
     for step in (17, 18):  # it is noticed in this step, or in the next one
         (tmp_path / "run.pt").unlink(missing_ok=True)
         end = train_forked(script, *flags, nproc=2, setup=lambda module, rank: (
@@ -233,7 +245,7 @@ def test_a_run_under_nohup_ignores_sighup(script, tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         kill_after(2, signal.SIGHUP)
 
-    train_to_end(script, *flags_of(script, tmp_path / "run.pt"), setup=setup)
+    train_to_end(script, *short_flags_of(script, tmp_path / "run.pt"), setup=setup)
 
 
 @pytest.mark.parametrize("script", STEP_SCRIPTS)
@@ -252,8 +264,8 @@ def test_loader_processes_ignore_the_signals_that_stop_a_run(script, tmp_path):
         use_small_model(module)
         watch(module, "loss_and_counts", send_to_all)
 
-    end = train_forked(script, *flags_of(script, tmp_path / "run.pt", children=True), "--workers",
-                       1, "--batch-size", 2, setup=setup)
+    end = train_forked(script, *flags_of(script, tmp_path / "run.pt", "--batch-size", 2),
+                       setup=setup)
     assert end.statuses == ["stopped by a signal after step 7"], (
         f"{script}: signals to all processes in the first evaluation: {end.statuses}\n{end.text}")
 
@@ -267,13 +279,13 @@ def test_it_saves_every_few_minutes(script, tmp_path):
             kill_after(4)
 
     path = tmp_path / "run.pt"
-    train_and_kill(script, *flags_of(script, path), "--save-every", 0, nproc=2, setup=setup)
+    train_and_kill(script, *short_flags_of(script, path, "--save-every", 0), nproc=2, setup=setup)
     assert path.exists(), f"{script} with --save-every 0, killed after step 4, has saved nothing"
     assert progress(path) == 3, f"{script} with --save-every 0 has saved step {progress(path)} of 4"
 
 
 DRAWS = """
-small_model = build_model
+random_model = build_model
 
 
 class Draws(nn.Module):
@@ -282,7 +294,7 @@ class Draws(nn.Module):
 
 
 def build_model(args):
-    return nn.Sequential(small_model(args), Draws())
+    return nn.Sequential(random_model(args), Draws())
 """
 
 
@@ -292,10 +304,10 @@ def test_a_kill_in_an_evaluation_loses_no_training(script, tmp_path):
 
     In a copy whose validation images, and whose model in eval(), draw random numbers, too.
     """
-    copy = small_copy(script, tmp_path / "train.py", True, (None, DRAWS))
-    undisturbed, path = tmp_path / "undisturbed.pt", tmp_path / "run.pt"
-    whole = train_to_end(copy, *flags_of(script, undisturbed, children=True), nproc=2)
-    flags = flags_of(script, path, children=True)
+    copy = random_copy(script, tmp_path / "train.py", (None, DRAWS))
+    path = tmp_path / "run.pt"
+    whole = train_to_end(copy, *flags_of(script, tmp_path / "whole.pt"), nproc=2)
+    flags = flags_of(script, path)
     for evaluation in (1, 3):
         train_and_kill(copy, *flags, nproc=2, setup=lambda module, rank: (
             kill_at_call(module, "evaluate", evaluation)))
@@ -306,7 +318,7 @@ def test_a_kill_in_an_evaluation_loses_no_training(script, tmp_path):
     expected, found = (re.findall(r"^epoch 3/3 .*(val_loss \S+)", run.text, re.MULTILINE)
                        for run in (whole, end))
     assert found == expected, f"{script}: the missing evaluation has {found}, not {expected}"
-    assert_same_end(path, undisturbed, f"{script}, killed in two evaluations")
+    assert_same_end(path, tmp_path / "whole.pt", f"{script}, killed in two evaluations")
 
 
 # ---- the best weights ----
@@ -336,8 +348,7 @@ def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
             kill_after(20)
 
     path = tmp_path / "run.pt"
-    flags = flags_of(script, path)
-    flags[flags.index("--epochs") + 1] = 5
+    flags = short_flags_of(script, path, "--epochs", 5)
     train_and_kill(script, *flags, setup=setup)
     train_to_end(script, *flags, setup=setup)
     best = load_checkpoint(f"{path}.best")
@@ -383,91 +394,62 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, runs, tmp_path):
+def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, runs):
     """It would be a second copy of the model and the optimizer in each process."""
-    copy, _ = runs(script, 2, False)
-    flags = flags_of(script, tmp_path / "run.pt")
-    train_and_kill(copy, *flags, nproc=2, setup=lambda module, rank: kill_after(8))
-
-    def setup(module, rank):
-        tensors, counts = [], []
-        watch(module, "resume", lambda checkpoint, *_: tensors.extend(
-            weakref.ref(tensor) for tensor in checkpoint["model"].values()))
-        at_step(lambda _: counts.append(sum(tensor() is not None for tensor in tensors)))
-        return counts
-
-    for rank, counts in enumerate(train_to_end(copy, *flags, nproc=2, setup=setup).results):
+    for rank, counts in enumerate(runs(script).end.results):
         assert set(counts) == {0}, f"{script}: rank {rank} keeps {counts} tensors of its checkpoint"
 
 
 # ---- files that are refused ----
 DAMAGES = {
     "half of it": lambda path: path.write_bytes(path.read_bytes()[:path.stat().st_size // 2]),
-    "nothing": lambda path: path.write_bytes(b""),
+    # As FILE.best, which would be overwritten
     "weights alone": lambda path: torch.save(load_checkpoint(path)["model"], path),
-    "another script's state": lambda path: torch.save({"run": {}, "progress": {}}, path),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_a_file_that_cannot_be_used_ends_the_run_and_is_left(script, kind, runs, tmp_path):
-    copy, undisturbed = runs(script, 2, False)
-    path = shutil.copy(undisturbed, tmp_path / "run.pt")
+    path = shutil.copy(runs(script).stopped, tmp_path / "run.pt")
     DAMAGES[kind](path)
     before = path.read_bytes()
-    end = train_forked(copy, *flags_of(script, path))
-    assert end.statuses != [0], f"{script}: FILE has {kind}, and the run starts over"
-    assert "epoch 1/3" not in end.text, f"{script}: FILE has {kind}, and it trains\n{end.text}"
+    end = train_forked(runs(script).copy, *short_flags_of(script, path))
+    assert "epoch " not in end.text, f"{script}: FILE has {kind}, and it trains\n{end.text}"
+    if kind == "weights alone":
+        assert "error: " in str(end.statuses) and "run.pt" in str(end.statuses), (
+            f"{script}: FILE has weights alone, and no error line says so: {end.statuses}")
     assert path.read_bytes() == before, f"{script}: FILE had {kind}, and has been changed"
 
 
-@pytest.mark.parametrize("script", BEST_SCRIPTS)
-def test_the_best_weights_are_no_checkpoint(script, runs, tmp_path):
-    """As a checkpoint, they would be overwritten."""
-    copy, undisturbed = runs(script, 2, False)
-    path = shutil.copy(f"{undisturbed}.best", tmp_path / "run.pt.best")
-    before = path.read_bytes()
-    (status,) = train_forked(copy, *flags_of(script, path)).statuses
-    assert "error: " in str(status) and "run.pt.best" in status, (
-        f"{script} --checkpoint FILE.best must be an error line, not {status!r}")
-    assert path.read_bytes() == before, f"{script} --checkpoint FILE.best overwrites it"
-
-
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_any_other_value_of_a_flag_is_another_run(script, runs, tmp_path):
+def test_any_other_value_of_a_flag_is_another_run(script, runs):
     """But for those of MAY_CHANGE. Also --epochs: a scheduler would go on with another total."""
-    copy, undisturbed = runs(script, 2, False)
-    path = shutil.copy(undisturbed, tmp_path / "run.pt")
-    saved = load_checkpoint(path)["run"]
     module = load_script(script)
-    flags = vars(module.parse_args([]))
-    free = {"checkpoint", "timeout", "workers", "nproc", "bf16", "compile", "data_dir",
-            "image_folder", "batch_size", "save_every", "log_every"}
-    assert set(module.MAY_CHANGE) <= free, (
-        f"{script}: other values of {set(module.MAY_CHANGE) - free} would change the run silently")
-    missing = flags.keys() - set(module.MAY_CHANGE) - saved.keys()
-    assert not missing, f"{script}: FILE does not hold the flags {missing}"
-    data_flag = SCRIPTS[script].data_flag
-    for flag, value in (("--epochs", 4), ("--lr", 0.5), ("--seed", 5), ("--global-batch", 24),
-                        (data_flag, 88)):
-        (status,) = train_forked(copy, *flags_of(script, path), flag, value).statuses
-        name = flag.strip("-").replace("-", "_")
-        assert "error: " in str(status) and f"{name} was " in str(status), (
-            f"{script} resumes with {flag} {value}, or does not say so: {status!r}")
-    assert_equal(path, undisturbed, f"{script}: a FILE that was refused")
+    flags = vars(module.parse_args([])).keys()
+    free = flags & {"checkpoint", "timeout", "workers", "nproc", "bf16", "compile", "data_dir",
+                    "image_folder", "batch_size", "save_every", "log_every"}
+    assert set(module.MAY_CHANGE) == free, (
+        f"{script} must resume with other values of {free} alone, not of {module.MAY_CHANGE}")
+    checkpoint = load_checkpoint(runs(script).stopped)
+    run = checkpoint["run"]
+    assert run.keys() >= flags - free, f"{script}: FILE lacks flags: it has {run}"
+    for name in run:
+        with pytest.raises(SystemExit, match=re.escape(f"{name} was {run[name]}, is other")):
+            module.resume(checkpoint, {**run, name: "other"}, {}, {})
+            pytest.fail(f"{script} resumes with another {name}")
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_another_number_of_samples_is_another_run(script, runs, tmp_path):
     """As of a data set that has grown since."""
-    copy, undisturbed = runs(script, 2, False)
-    path = shutil.copy(undisturbed, tmp_path / "run.pt")
-
-    (status,) = train_forked(copy, *flags_of(script, path), setup=lambda module, rank: change_sets(
-        module, lambda data, train_set: first_samples(data, -1))).statuses
+    path = shutil.copy(runs(script).stopped, tmp_path / "run.pt")
+    (status,) = train_forked(
+        runs(script).copy, *short_flags_of(script, path), setup=lambda module, rank: change_sets(
+            module, lambda data, train_set: first_samples(data, -1))).statuses
     assert "error: " in str(status) and "samples" in str(status), (
         f"{script} resumes with a sample less: {status!r}")
+    assert_equal(path, runs(script).stopped, f"{script}: a FILE that was refused")
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
@@ -475,49 +457,38 @@ def test_a_new_flag_of_a_copy_is_compared_without_being_named_anywhere(script, t
     """Of any type. A file that lacks it is still good, if its default is None."""
     copy = make_copy(script, tmp_path / "copy.py", ('before "import sys"', "import pathlib"), (
         'before "--seed"', 'parser.add_argument("--new", type=pathlib.Path)'))
-
-    def run_once(program, *flags):
-        flags = [*flags_of(script, path), *flags]
-        flags[flags.index("--epochs") + 1] = 1
-        return train_forked(program, *flags, setup=use_small_model).statuses[0]
-
-    path = tmp_path / "run.pt"
-    statuses = run_once(script), run_once(copy)
-    assert statuses == (0, 0), f"{script}: a file without a flag that is None is refused {statuses}"
-    status = run_once(copy, "--new", "a")
+    flags = short_flags_of(script, tmp_path / "run.pt", "--epochs", 1)
+    train_to_end(script, *flags, setup=use_small_model)
+    train_to_end(copy, *flags, setup=use_small_model)
+    (status,) = train_forked(copy, *flags, "--new", "a", setup=use_small_model).statuses
     assert "new was None, is a" in str(status), f"{script} resumes with a new flag: {status!r}"
-    path = tmp_path / "of-the-copy.pt"
-    statuses = run_once(copy, "--new", "a"), run_once(copy, "--new", "a"), run_once(script)
-    assert statuses[:2] == (0, 0), f"{script}: a run with a path as a setting ends with {statuses}"
-    assert "new was a, is None" in str(statuses[2]), f"{script}: {statuses}"
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_flags_that_may_change(script, runs, tmp_path):
     """Those of rank 0 alone need the file: the other rank looks for another one."""
-    copy, undisturbed = runs(script, 2, False)
     path = tmp_path / "run.pt"
-    train_and_kill(copy, *flags_of(script, path), nproc=2, setup=lambda *_: kill_after(8))
+    for file in runs(script).stopped.parent.glob("stopped.pt*"):
+        shutil.copy(file, tmp_path / file.name.replace("stopped", "run"))
 
     def setup(module, rank):
         if rank == 1:
-            sys.argv[-1] = str(tmp_path / "not-here.pt")
+            sys.argv += ["--checkpoint", str(tmp_path / "not-here.pt")]
 
-    more = {"timeout": 77, "workers": 1, "save_every": 1, "log_every": 1, "data_dir": "elsewhere"}
-    flags = vars(load_script(script).parse_args([]))
-    changed = [word for name, value in more.items() if name in flags
+    more = {"timeout": 77, "save_every": 1, "log_every": 1, "data_dir": "elsewhere"}
+    if script in STEP_SCRIPTS:
+        more["workers"] = 2
+    changed = [word for name, value in more.items()
+               if name in vars(load_script(script).parse_args([]))
                for word in (f"--{name.replace('_', '-')}", value)]
-    train_to_end(copy, *changed, *flags_of(script, path)[:-2 - len(SCRIPTS[script].no_children)],
-                 "--checkpoint", path, nproc=2, setup=setup)
-    assert_same_end(path, undisturbed, f"{script} is resumed with {changed}")
+    train_to_end(runs(script).copy, *flags_of(script, path, *changed), nproc=2, setup=setup)
+    assert_same_end(path, runs(script).whole, f"{script} is resumed with {changed}")
 
 
 # ---- kills of every kind, at random moments, by the real command ----
 WAYS = ["SIGKILL of all", "SIGKILL of one process", "SIGKILL of a loader process",
         "SIGKILL of the launcher", "SIGTERM to the launcher", "Ctrl-C",
         "SIGKILL of all while it starts"]
-LAUNCHED = [("cpu_ddp", "torchrun", False), ("synthetic_ddp", "torchrun", True),
-            ("fashionmnist_ddp", "spawn", True), ("cifar10_ddp", "torchrun", True)]
 
 
 def disturb(job, way, chance):
@@ -547,32 +518,31 @@ def disturb(job, way, chance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, launcher, is_random", LAUNCHED, ids=str)
-def test_killed_at_random_and_resumed_exactly(script, launcher, is_random, request, tmp_path):
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_killed_at_random_and_resumed_exactly(script, request, runs, tmp_path):
     """On two processes."""
-    kills = -(-request.config.getoption("--kills") // len(LAUNCHED))
+    launcher, nproc = SCRIPTS[script].start
+    kills = -(-request.config.getoption("--kills") // len(DDP_SCRIPTS))
     seed = request.config.getoption("--kill-seed")
     name = f"{script} by {launcher}, --kill-seed {seed}"
-    chance = random.Random(f"{name} {is_random}")
-    copy = small_copy(script, tmp_path / "train.py", is_random)
-    slow_copy = small_copy(script, tmp_path / "slow.py", is_random, (
+    chance = random.Random(name)
+    slow_copy = random_copy(script, tmp_path / "slow.py", (
         'before "optimizer.zero_grad()"', "time.sleep(0.05)"))  # 3 seconds of training
-    flags = flags_of(script, tmp_path / "run.pt", children=True)[:-2]
-    flags[flags.index("--epochs") + 1] = 10
-    undisturbed, path = tmp_path / "undisturbed.pt", tmp_path / "run.pt"
-    train_to_end(copy, *flags, "--checkpoint", undisturbed, nproc=2)
+    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
+    flags = flags_of(script, path, "--epochs", 10)
+    train_to_end(runs(script).copy, *flags, "--checkpoint", whole, nproc=nproc)
     if script in STEP_SCRIPTS:
         flags += ["--save-every", 0.01]
-    first = kills * LAUNCHED.index((script, launcher, is_random))
-    order = random.Random(seed).sample(WAYS, len(WAYS))  # all cases together use all ways
+    first = kills * DDP_SCRIPTS.index(script)
+    order = random.Random(seed).sample(WAYS, len(WAYS))  # other cases use the other ways
     ways = [order[number % len(WAYS)] for number in range(first, first + kills)]
     counts = Counter()
     status = None
     while status != 0 or ways:
         if status == 0:  # it has ended before it was disturbed as often as it should
-            assert_same_end(path, undisturbed, f"{name} after {dict(counts)}")
+            assert_same_end(path, whole, f"{name} after {dict(counts)}")
             path.unlink()
-        with start(slow_copy, *flags, "--checkpoint", path, launcher=launcher, nproc=2,
+        with start(slow_copy, *flags, launcher=launcher, nproc=nproc,
                    env={"OMP_NUM_THREADS": 1}) as job:
             way = ways.pop(0) if ways else ""
             if way:
@@ -585,5 +555,5 @@ def test_killed_at_random_and_resumed_exactly(script, launcher, is_random, reque
         counts["resumed"] += "resumed after" in text
         if path.exists():
             load_checkpoint(path)  # complete, whenever it was killed
-    assert_same_end(path, undisturbed, f"{name} after {dict(counts)}")
+    assert_same_end(path, whole, f"{name} after {dict(counts)}")
     print(f"{name}: equal files after {dict(counts)}")
