@@ -4,7 +4,6 @@ import torch
 from torchvision.transforms.v2.functional import to_pil_image
 
 CLASSES = ["cat", "dog"]
-TINY = ("--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.01)
 
 
 def write_images(folder, train=12, val=5):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked import at_step, kill_after, train_and_kill, train_to_end, watch
 from recorder import FewPixels, change_sets, number_samples, use_small_model
-from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script
+from scripts import BEST_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script
 
 
 def flags_of(script, *more):
@@ -73,12 +73,6 @@ def test_lines_are_printed_at_once(script, tmp_path):
                    *SCRIPTS[script].no_children, setup=setup)
     lines = (tmp_path / "log").read_text()
     assert "epoch 1/2  loss " in lines, f"{script}, killed in its second epoch, has written {lines}"
-
-
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_it_says_that_nothing_is_saved_without_a_checkpoint(script):
-    text = train_to_end(script, *flags_of(script), "--epochs", 1, setup=use_small_model).text
-    assert "nothing is saved" in text, f"{script} without --checkpoint does not say so:\n{text}"
 
 
 def test_mnist_dp_uses_each_image_once_and_prints_means():

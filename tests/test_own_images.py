@@ -2,16 +2,11 @@
 
 import os
 import re
-import shutil
 import subprocess
-from copy import deepcopy
 
 import pytest
 import torch
-from checkpoints import load_checkpoint
-from copies import make_copy
-from forked import train_forked, train_to_end, watch
-from image_folder import TINY, write_images
+from image_folder import write_images
 from PIL import Image
 from scripts import load_script
 from torchvision import models
@@ -23,40 +18,16 @@ def script():
     return load_script("cifar10_ddp")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("images"))
-
-
-def flags_of(folder, *more):
-    """Return flags for two steps of 6 images."""
-    return (*TINY, "--image-folder", folder, "--global-batch", 6, "--epochs", 1, "--workers", 0,
-            *more)
-
-
 # ---- folders ----
 @pytest.mark.parametrize("command, named", [
     ("mv val/dog val/wolf", "wolf"), ("mkdir train/bird; cp train/cat/0.png train/bird", "bird")])
-def test_other_classes_to_train_than_to_validate_are_an_error_line(tmp_path, command, named):
+def test_other_classes_to_train_than_to_validate_are_an_error(script, tmp_path, command, named):
     """The labels of one set would be other classes' in the other one."""
     folder = write_images(tmp_path / "images")
     subprocess.run(["bash", "-c", command], cwd=folder, check=True, timeout=30)
-    (status,) = train_forked("cifar10_ddp", *flags_of(folder)).statuses
-    assert "error: " in str(status) and named in status, f"{command}: it ends with {status!r}"
-
-
-def test_a_folder_may_be_moved_but_gets_no_other_images(folder, tmp_path):
-    """Here, into a folder whose name begins with a dot."""
-    shutil.copytree(folder, tmp_path / "images")
-    more = ("--checkpoint", tmp_path / "run.pt")
-    train_to_end("cifar10_ddp", *flags_of(tmp_path / "images", *more))
-    (tmp_path / ".moved").mkdir()
-    moved = (tmp_path / "images").rename(tmp_path / ".moved/images")
-    train_to_end("cifar10_ddp", *flags_of(moved, *more))
-    shutil.copy(moved / "train/dog/1.jpg", moved / "train/dog/more.jpg")
-    (status,) = train_forked("cifar10_ddp", *flags_of(moved, *more)).statuses
-    assert "error: " in str(status) and "12, is 13" in status, (
-        f"a resume with one image more: {status!r}")
+    with pytest.raises(SystemExit, match=f"error: .*{named}"):
+        script.load_data(script.parse_args(["--image-folder", str(folder)]))
+        pytest.fail(f"{command}: other classes to train than to validate are not refused")
 
 
 def test_images_to_validate_keep_their_proportions(script, tmp_path):
@@ -91,16 +62,6 @@ def difference(path, picture, script):
     assert image.size == picture.size, f"{path.name} is read as {image.size}, not {picture.size}"
     change = pil_to_tensor(image).int() - pil_to_tensor(picture.convert("RGB")).int()
     return change.abs().max().item()
-
-
-@pytest.mark.parametrize("mode, suffix", [("L", "png"), ("CMYK", "jpg")])
-def test_an_image_is_read_as_its_picture(script, tmp_path, mode, suffix):
-    path = tmp_path / f"image.{suffix}"
-    picture = gradient().convert(mode)
-    picture.save(path, quality=100)
-    found = difference(path, picture, script)
-    limit = 6 if suffix == "jpg" else 0  # JPEG loses some
-    assert found <= limit, f"{mode} in a {suffix} file differs from its picture by {found} levels"
 
 
 @pytest.mark.parametrize("color", ["black", "white"])
@@ -189,57 +150,21 @@ def test_the_rate_is_for_256_images(script, flags, rate):
         f"cifar10_ddp {flags}: the peak rate is {scheduler.base_lrs}, not {rate}")
 
 
-# ---- pretrained weights ----
-AVERAGE = """
-from torch.optim.swa_utils import AveragedModel
-average = AveragedModel(model)"""
-
-
-def different(states, others):
-    return [name for name in others if not torch.equal(states[name], others[name])]
-
-
-def test_what_is_made_of_the_model_has_pretrained_weights_and_a_resume_its_own(
-        folder, tmp_path, monkeypatch):
-    """Modules of mnasnet read the weights' version."""
+def test_pretrained_weights_are_all_but_those_of_the_last_layer(script, tmp_path, monkeypatch,
+                                                                capsys):
+    """Modules of mnasnet read the weights' version. The log names the others."""
     url = models.get_model_weights("mnasnet0_5").DEFAULT.url
     file = tmp_path / "hub" / "checkpoints" / os.path.basename(url)
     file.parent.mkdir(parents=True)
     weights = models.get_model("mnasnet0_5").state_dict()
     torch.save(weights, file)
-    copy = make_copy("cifar10_ddp", tmp_path / "train.py", ('before "saved = {"', AVERAGE),
-                     ('after "saved = {"', 'saved["average"] = average'))
-
-    def see(module, rank):
-        """Return the states of the average at the start, and of the model before each call."""
-        os.environ["TORCH_HOME"] = str(tmp_path)
-        states = []
-        watch(module, "resume", lambda checkpoint, run, saved, progress: states.append(
-            deepcopy(saved["average"].module.state_dict())))
-        watch(module, "loss_and_counts", lambda args, model, *_: states.append(
-            deepcopy(getattr(model, "module", model).state_dict())))
-        return states
-
-    flags = flags_of(folder, "--model", "mnasnet0_5", "--pretrained", "--checkpoint",
-                     tmp_path / "run.pt")
-    end = train_to_end(copy, *flags, nproc=2, setup=see)
-    last_layer = ["classifier.1.weight", "classifier.1.bias"]
-    for rank, states in enumerate(end.results):
-        for what, state in zip(("an average", "the model in the first step"), states):
-            others = different(state, weights)
-            assert others == last_layer, f"--pretrained, rank {rank}: {what} has others: {others}"
-    (line,) = re.findall("^.*pretrained.*", end.text, re.MULTILINE)
-    named = set(re.findall(r"[\w.]+\.[\w.]+", line))
-    assert named == set(last_layer), f"new weights are {last_layer}, and the log has\n{line}"
-
-    torch.save(models.get_model("mnasnet0_5").state_dict(), file)
-    saved = load_checkpoint(tmp_path / "run.pt")["model"]
-    for rank, states in enumerate(train_to_end(copy, *flags, nproc=2, setup=see).results):
-        others = different(states[1], saved)
-        assert not others, f"a resume with --pretrained, rank {rank}: it has other {others}"
-
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    args = load_script(copy).parse_args(["--model", "mnasnet0_5", "--pretrained"])
+    args = script.parse_args(["--image-folder", "DIR", "--model", "mnasnet0_5", "--pretrained"])
     args.classes = ["cat", "dog"]
-    shape = [*load_script(copy).build_model(args).state_dict()["classifier.1.weight"].shape]
-    assert shape == [2, 1280], f"without processes, to use the weights, the last layer has {shape}"
+    state = script.build_model(args).state_dict()
+    assert state["classifier.1.weight"].shape == (2, 1280), "the last layer is not for two classes"
+    others = [name for name in weights if not torch.equal(state[name], weights[name])]
+    last_layer = ["classifier.1.weight", "classifier.1.bias"]
+    assert others == last_layer, f"--pretrained: these are not the pretrained weights: {others}"
+    named = set(re.findall(r"[\w.]+\.[\w.]+", capsys.readouterr().out))
+    assert named == set(last_layer), f"new weights are {last_layer}, and the log names {named}"

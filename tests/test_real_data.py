@@ -153,14 +153,14 @@ def fashion_mnist(folder):
 
 @pytest.mark.slow
 def test_fashion_mnist_is_learned(tmp_path):
-    """One epoch on the first 4,000 images."""
+    """One epoch on the first 2,000 images."""
     fashion_mnist(tmp_path)
 
     def first_images(module, rank):
         change_sets(module, lambda data, train_set: [
-            tensor[:4000 if train_set else 1000] for tensor in data])
+            tensor[:2000 if train_set else 500] for tensor in data])
 
     text = train_to_end("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1,
-                        "--global-batch", 32, nproc=2, setup=first_images).text
+                        "--global-batch", 16, nproc=2, setup=first_images).text
     accuracy = float(re.search(r"val_accuracy ([\d.]+)", text)[1])
     assert accuracy > 0.7, f"real images are not learned:\n{text}"

@@ -105,17 +105,6 @@ def test_lines_have_at_most_100_characters():
     assert not found, f"lines of more than 100 characters: {found}"
 
 
-@pytest.mark.slow
-def test_an_unknown_marker_is_an_error():
-    """Else, .ci/run would be green without the tests of a marker with a typing error."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "quik",
-               "tests/test_smoke.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    text = done.stdout + done.stderr
-    assert done.returncode != 0, f"pytest -m quik ends with status 0:\n{text}"
-    assert "unknown markers" in text, f"pytest -m quik does not say what is wrong:\n{text}"
-
-
 # ---- shell files, licenses, registries ----
 @pytest.mark.parametrize("path", SHELL_FILES, ids=name_of)
 def test_shell_files(path):
