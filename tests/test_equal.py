@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn as nn
 from checkpoints import assert_equal
-from copies import make_copy
 from forked import fork, train_to_end
 from recorder import (change_sets, first_samples, flat, loss_of, number_samples, numbers_of,
                       record_small_model, sets_of, use_small_model)
@@ -285,29 +284,3 @@ def test_generated_samples_depend_on_the_seed_and_those_to_validate_are_others(s
     assert not sets[0] & other, f"{script}: --seed 1 generates samples of --seed 0"
     assert not set.intersection(*sets) or len(sets) == 1, (
         f"{script}: generated validation samples are training samples")
-
-
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_a_sample_that_is_drawn_several_times_in_a_step_is_transformed_anew(script, tmp_path):
-    """As weighted sampling draws rare ones. Here, all images are the same one."""
-    copy = make_copy(script, tmp_path / "train.py", (
-        'instead of "order = torch.randperm("', "order = [0] * images"))
-
-    def setup(module, rank):
-        use_small_model(module)
-        crops = []
-        shift_and_flip = module.shift_and_flip
-
-        def see(images):
-            images = shift_and_flip(images)
-            crops.extend(images.clone())
-            return images
-
-        module.shift_and_flip = see
-        return crops
-
-    (crops,) = train_to_end(copy, "--fake-data", 64, "--global-batch", 16, "--batch-size", 8,
-                            "--workers", 0, "--epochs", 1, setup=setup).results
-    different = len(torch.stack(crops).unique(dim=0))
-    assert different > 40, (  # of 9 * 9 * 2, by chance 53 different ones
-        f"one image, drawn 64 times in an epoch, is cropped and flipped in {different} ways")

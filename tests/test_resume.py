@@ -35,18 +35,23 @@ SMALL = """
 def build_model(args):
     return nn.Sequential(nn.AdaptiveAvgPool3d((1, 4, 4)), nn.Flatten(), nn.Linear(16, 10))
 """
-# Dropout, BatchNorm, and, for a Dataset, a random transform (of images in memory,
-# fashionmnist_ddp has its own). Then a copy draws random numbers wherever it can.
+# Dropout, in evaluations, too, BatchNorm, and, for a Dataset, a random transform (of images in
+# memory, fashionmnist_ddp has its own). Then a copy draws random numbers wherever it can.
 RANDOM = """
 from torch.utils.data import Dataset as AnyDataset
 
 plain_model, plain_data = build_model, load_data
 
 
+class AlwaysDropout(nn.Module):
+    def forward(self, inputs):
+        return F.dropout(inputs, 0.2)
+
+
 def build_model(args):
     model = plain_model(args)
     outputs = list(model.parameters())[-1].numel()
-    return nn.Sequential(model, nn.BatchNorm1d(outputs), nn.Dropout(0.2),
+    return nn.Sequential(model, nn.BatchNorm1d(outputs), AlwaysDropout(),
                          nn.Linear(outputs, outputs))
 
 
@@ -110,9 +115,7 @@ def runs(tmp_path_factory):
         folder = tmp_path_factory.mktemp("runs")
         whole, stopped, resumed = (folder / name for name in ("whole.pt", "stopped.pt", "run.pt"))
         copy = random_copy(script, folder / "train.py")
-        # A loader process of the small scripts has random numbers of its own
-        flags = short_flags_of if script in STEP_SCRIPTS else flags_of
-        train_to_end(copy, *flags(script, whole), nproc=nproc)
+        train_to_end(copy, *flags_of(script, whole), nproc=nproc)
         train_and_kill(copy, *flags_of(script, stopped), nproc=nproc,
                        setup=lambda module, rank: rank == 0 and kill_after(8))
         for file in folder.glob("stopped.pt*"):
@@ -284,30 +287,11 @@ def test_it_saves_every_few_minutes(script, tmp_path):
     assert progress(path) == 3, f"{script} with --save-every 0 has saved step {progress(path)} of 4"
 
 
-DRAWS = """
-random_model = build_model
-
-
-class Draws(nn.Module):
-    def forward(self, logits):
-        return logits + 9 * torch.randn_like(logits)
-
-
-def build_model(args):
-    return nn.Sequential(random_model(args), Draws())
-"""
-
-
 @pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_a_kill_in_an_evaluation_loses_no_training(script, tmp_path):
-    """The file is saved before it. A resumed run begins with the evaluation that is missing.
-
-    In a copy whose validation images, and whose model in eval(), draw random numbers, too.
-    """
-    copy = random_copy(script, tmp_path / "train.py", (None, DRAWS))
+def test_a_kill_in_an_evaluation_loses_no_training(script, runs, tmp_path):
+    """The file is saved before it. A resumed run begins with the evaluation that is missing."""
     path = tmp_path / "run.pt"
-    whole = train_to_end(copy, *flags_of(script, tmp_path / "whole.pt"), nproc=2)
-    flags = flags_of(script, path)
+    copy, flags = runs(script).copy, flags_of(script, path)
     for evaluation in (1, 3):
         train_and_kill(copy, *flags, nproc=2, setup=lambda module, rank: (
             kill_at_call(module, "evaluate", evaluation)))
@@ -315,10 +299,10 @@ def test_a_kill_in_an_evaluation_loses_no_training(script, tmp_path):
         assert found == 6 * evaluation, (
             f"{script}, killed in evaluation {evaluation}, has saved {found}")
     end = train_to_end(copy, *flags, nproc=2)
-    expected, found = (re.findall(r"^epoch 3/3 .*(val_loss \S+)", run.text, re.MULTILINE)
-                       for run in (whole, end))
+    expected, found = (re.findall(r"^epoch 3/3 .*(val_loss \S+)", text, re.MULTILINE)
+                       for text in (runs(script).end.text, end.text))
     assert found == expected, f"{script}: the missing evaluation has {found}, not {expected}"
-    assert_same_end(path, tmp_path / "whole.pt", f"{script}, killed in two evaluations")
+    assert_same_end(path, runs(script).whole, f"{script}, killed in two evaluations")
 
 
 # ---- the best weights ----
