@@ -79,7 +79,7 @@ def test_a_script_is_added_by_the_recipe(clone):
                      "-k", "kmnist_ddp or declared or same_name")
     assert done.returncode == 0, f"the tests of a sixth script fail:\n{done.stdout[-6000:]}"
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
-    assert passed > 60, f"only {passed} tests run for a sixth script:\n{done.stdout}"
+    assert passed > 40, f"only {passed} tests run for a sixth script:\n{done.stdout}"
 
 
 @pytest.mark.slow
