@@ -31,7 +31,7 @@ import tempfile
 
 import scratch
 
-TRAINING_SAMPLES, VAL_SAMPLES = 54, 23  # 3 steps of 16 samples in an epoch; 6 are left out
+TRAINING_SAMPLES, VAL_SAMPLES = 54, 23  # 3 steps in an epoch, and samples that are left out
 WAIT = 60  # seconds: a process that computes nothing for longer waits for another
 
 
@@ -79,7 +79,7 @@ def compare(servers, folder, path, flags):
     said.clear()
     notes.clear()
     mirror, common = make_mirror(folder, path, flags)
-    seen, problems = train_copies(servers, folder, common)
+    seen, problems = train_copies(servers, common)
     if seen and check_data(seen, problems):
         for promise in (check_leak, check_ends, check_ranks, check_loss, check_steps,
                         check_evaluation, check_resume):
@@ -98,35 +98,31 @@ def make_mirror(folder, path, flags):
     mirror, folders = scratch.mirror_folders(folder, os.path.dirname(path))
     names = [os.path.relpath(path) for path in mirror.linked]
     links = f"and links to {len(names)} ({some(names)})" if names else "and no links"
+    # 15: two processes have shares of 8 and 7, which need weights. Not if they must be equal
+    equal_shares = re.search(r"global_batch\s*(//|%)", pathlib.Path(path).read_text())
+    batch = 16 if equal_shares else 15
     print(f"""\
-Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of 16 samples, of
+Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of {batch} samples, of
 {TRAINING_SAMPLES} training samples, and of {VAL_SAMPLES} validation samples if there are any.
 It works in a temporary folder, with copies of {mirror.copied} of your files {links}. What Python
 would write to a link, to an absolute path or to ~ is refused. A program that it starts, or a
 library that writes without Python, can change these.""", flush=True)
     return mirror, {**folders, "folder": folder, "path": path, "flags": flags,
-                    "samples": [TRAINING_SAMPLES, VAL_SAMPLES]}
+                    "global_batch": batch, "samples": [TRAINING_SAMPLES, VAL_SAMPLES]}
 
 
-def train_copies(servers, folder, common):
+def train_copies(servers, common):
     """Return what is seen in each job (a Record of watch_copy.py for each rank), by its name.
 
     Return also how the other jobs ended. No job: the copy cannot be checked.
     """
-    def job(kind, name, size=1, **more):
-        root = more.get("root", name)
-        if not os.path.exists(f"{folder}/{root}"):
-            scratch.clone(f"{folder}/base", f"{folder}/{root}")
-        return {"kind": kind, "name": name, "size": size, "root": root, **more}
+    def do(*jobs, wait, limit):
+        return servers.do(jobs, **common, wait=wait, limit=limit)
 
-    def do(*jobs, **limits):
-        return servers.do(jobs, **common, **limits)
-
-    first = {"wait": 900, "limit": 1800}
-    seen, problems = do(job("Preparation", "preparation", root="base"), **first)
+    seen, problems = do(job("Preparation", "preparation", root="base"), wait=900, limit=1800)
     if not problems:
         common["args"] = seen["preparation"][0].args
-        seen, problems = do(job("Training", "one"), job("Data", "data", server=1), **first)
+        seen, problems = do(job("Training", "one"), wait=900, limit=1800)
     for end in problems.values():
         reason = ("it would change a file at an absolute path, in ~, or one that is linked. Open "
                   "data for reading alone, and write to new files at relative paths"
@@ -144,11 +140,16 @@ def train_copies(servers, folder, common):
     stop = max(min(steps * 2 // 3, steps - 2), steps // 2 + 1)  # in the second epoch
     wait = WAIT + one.seconds
     others, problems = do(
-        job("Training", "two", 2), job("Data", "data of two", 2),
-        job("Gradients", "gradients of two", 2), job("Loss", "loss"), job("Gradients", "gradients"),
+        job("Data", "data", 2), job("Training", "two", 2), job("Gradients", "gradients of two", 2),
+        job("Loss", "loss"), job("Gradients", "gradients"),
         job("Stop", "stopped", server=1, stop=stop),
         job("Training", "resumed", server=1, root="stopped"), wait=wait, limit=4 * wait)
     return {**seen, **others}, problems
+
+
+def job(kind, name, size=1, **more):
+    """Return an order: its kind (a class of watch_copy.py), on so many processes."""
+    return {"kind": kind, "name": name, "size": size, "root": name, "server": 0, **more}
 
 
 # ---- What is printed ----
@@ -192,14 +193,13 @@ CALLS = "Call ddp_model(...) in training, and in the loss model(...), no method 
 
 
 def check_data(seen, problems):
-    """Compare what load_data() returns in three processes. Return whether it is the same."""
+    """Compare what load_data() returns in two processes. Return whether it is the same."""
     promise = "all processes, and all starts, load the same data"
-    of_all = [[(part["size"], part["samples"]) for part in rank.data]
-              for rank in seen["data"] + seen.get("data of two", [])]
-    if len(of_all) < 3 or not of_all[0]:
-        skip(promise, problems.get("data of two", "load_data() returns no data set, no tensors"))
+    if "data" not in seen or not seen["data"][0].data:
+        skip(promise, problems.get("data", "load_data() returns no data set, no tensors"))
         return True
-    same = check(promise, of_all[0] == of_all[1] == of_all[2],
+    first, second = seen["data"]
+    same = check(promise, first.data == second.data,
                  "they load other samples. Sort what comes from a set or a folder, seed what is "
                  "random (random, numpy, pandas, scikit-learn), use no hash() of strings, and load "
                  "all samples on all ranks")
@@ -211,20 +211,20 @@ def check_data(seen, problems):
 def check_leak(seen, problems):
     """Look for validation samples among the training samples."""
     promise = "no validation sample is a training sample"
-    sets = [part for part in seen["data"][0].data if part["size"]][:2]
+    data = seen["data"][0] if "data" in seen else None
+    sets = [(part["size"], read) for part, read in zip(data.data, data.read) if read] if data else []
     if len(sets) < 2:
         skip(promise, "load_data() does not return two sets with samples")
         return
-    training, validation = (part["read"] for part in sets)
-    different, samples = {*validation}, sets[0]["size"]
+    (samples, training), (others, validation) = sets[:2]
+    different = {*validation}
     both = different & {*training}
     of_all = len(both) / len(different) * samples / len(training)
     once = [*collections.Counter(training).values()].count(1)
     by_chance = 1 - once / len(training)  # in a table of few values
     counts = f"{len(both)} of {len(different)} different validation samples are training samples"
-    if len(training) < samples or len(validation) < sets[1]["size"]:
-        promise += (f" ({len(validation)} of {sets[1]['size']} and {len(training)} of {samples} "
-                    "are read)")
+    if len(training) < samples or len(validation) < others:
+        promise += (f" ({len(validation)} of {others} and {len(training)} of {samples} are read)")
     if len(both) > 2 and of_all > 0.5 + by_chance:
         check(promise, False, f"{counts}. Draw both sets in one call, from one split, and repeat "
               "samples after it")
@@ -258,53 +258,39 @@ def check_ranks(seen, problems):
 def check_loss(seen, problems):
     """Look whether the loss is a mean, by the losses of 10 samples, of 3 and 7 of them."""
     promise = "the loss is a mean over the samples"
-    found = seen["loss"][0].loss if "loss" in seen else {}
-    sums = [loss["losses"] for loss in found.values() if is_sum(*loss["losses"], loss["varies"])]
-    no_mean = modes_without_mean(seen)
-    if not found:
+    if "loss" not in seen or not seen["loss"][0].loss:
         skip(promise, problems.get("loss", "it is not called for 10 samples or more, by its name, "
                                    "with a model and tensors of a row for each sample"))
-    elif sums:
-        ten, three, seven = sums[0]
-        check(promise, False, f"the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of "
-              f"them are {three:.4g} and {seven:.4g}. Return a mean over the samples, not a sum, "
-              "without a factor for their number")
-    elif no_mean:
-        ten, three, seven = found[no_mean[0]]["losses"]
-        notes.append(f"in {no_mean[0]}, the loss of 10 samples is {ten:.4g}, and the mean of the "
-                     f"losses of 3 and 7 of them is {(3 * three + 7 * seven) / 10:.4g}. So it "
-                     "depends on how a batch is divided among the processes. For class weights, "
-                     'use reduction="none" and .mean(); for ignored tokens, see synthetic_ddp/'
-                     "make-it-yours.md; for a loss of pairs, gather them from all ranks; compute "
-                     "no statistics of a batch; look for shapes that broadcast: (N, 1) and (N,)")
-    elif found["evaluation"]["varies"]:
+        return
+    for mode, loss in seen["loss"][0].loss.items():
+        ten, three, seven = loss["losses"]
+        numbers = (f"in {mode}, the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of "
+                   f"them are {three:.4g} and {seven:.4g}. ")
+        tolerance = 1e-2 if loss["varies"] else 1e-3
+        if ten and (math.isclose(ten, three + seven, rel_tol=tolerance)  # or divided once more
+                    or math.isclose(100 * ten, 9 * three + 49 * seven, rel_tol=tolerance)):
+            check(promise, False, f"{numbers}Return a mean over the samples, not a sum, without a "
+                  "factor for their number")
+            return
+        if mode in modes_without_mean(seen):
+            notes.append(f"{numbers}It depends on how a batch is divided among the processes. For "
+                         'class weights, use reduction="none" and .mean(); for ignored tokens, see '
+                         "synthetic_ddp/make-it-yours.md; for a loss of pairs, gather them from "
+                         "all ranks; compute no statistics of a batch; look for shapes that "
+                         "broadcast: (N, 1) and (N,)")
+            return
+    if seen["loss"][0].loss["evaluation"]["varies"]:
         skip(promise, "it draws random numbers in eval()")
     else:
         check(promise, True, "")
 
 
-def is_sum(ten, three, seven, varies):
-    """Return whether a loss is a sum, or a mean that is divided by the number of samples."""
-    tolerance = 1e-2 if varies else 1e-3
-    return ten and (math.isclose(ten, three + seven, rel_tol=tolerance)
-                    or math.isclose(100 * ten, 9 * three + 49 * seven, rel_tol=tolerance))
-
-
 def modes_without_mean(seen):
     """Return in which modes the loss is no mean over the samples, as far as this is known."""
-    found = seen["loss"][0].loss if "loss" in seen else {}
-    modes = []
-    for mode, loss in found.items():
-        ten, three, seven = loss["losses"]
-        if not loss["varies"] and not math.isclose((3 * three + 7 * seven) / 10, ten,
-                                                   rel_tol=tolerance_of(seen), abs_tol=1e-6):
-            modes.append(mode)
-    return modes
-
-
-def tolerance_of(seen):
-    """Return the relative difference that rounding makes."""
-    return 2e-2 if seen["one"][0].rounds else 1e-3
+    modes = seen["loss"][0].loss.items() if "loss" in seen else []
+    return [mode for mode, loss in modes if not loss["varies"] and not math.isclose(
+        loss["losses"][0], 0.3 * loss["losses"][1] + 0.7 * loss["losses"][2],
+        rel_tol=seen["one"][0].tolerance, abs_tol=1e-6)]
 
 
 def check_steps(seen, problems):
@@ -340,8 +326,12 @@ def check_steps(seen, problems):
     if unknown:
         skip(promise, f"of the gradients: {unknown}")
     else:
-        check(promise, not different, f"these gradients differ: {some([*different])}. "
-              f"{remedy_of_gradients([*different.values()])}")
+        check(promise, not different, f"these gradients differ: {some(different)}. Multiply each "
+              "loss by its weight, len(batch[0]) * world_size / global_batch (in synthetic_ddp, by "
+              f"nothing). {CALLS}; call zero_grad() once, before the parts, and clip after the "
+              "last; compute class weights and statistics from all samples; draw random numbers "
+              "of torch in the loss and in build_model, not of numpy or random; keep no state in "
+              "attributes")
 
 
 def say_the_order(steps):
@@ -374,48 +364,29 @@ def compare_samples(one, first, second):
 
 
 def compare_gradients(seen):
-    """Return the ratios of norms that differ, by name, and why they cannot be compared, or ''.
+    """Return which gradients differ in their norms, and why they cannot be compared, or ''.
 
     First as they are in training, then in evaluation mode: without dropout and BatchNorm.
     """
     for names, unknown in ((("one", "two"), "the optimizer computes them itself"),
-                           (("gradients", "gradients of two"), "the model has none in eval()")):
+                           (("gradients", "gradients of two"), "they cannot be computed in eval()")):
         norms, others = (first_norms(seen[name][0].steps) if name in seen else {}
                          for name in names)
         if not any(norms.values()) or not others:
-            return {}, unknown
+            return [], unknown
         least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # or rounding
-        ratios = {place[0]: others.get(place, 0.0) / value if value else math.inf
-                  for place, value in norms.items()
-                  if abs(value - others.get(place, math.inf)) >
-                  tolerance_of(seen) * max(value, least)}
-        if not ratios:
+        different = {place[1]: f"{place[1]} (on two, {others.get(place, 0.0):.3g} for {norm:.3g})"
+                     for place, norm in norms.items() if abs(norm - others.get(place, math.inf)) >
+                     seen["one"][0].tolerance * max(norm, least)}
+        if not different:
             break
-    return ratios, ""
+    return [*different.values()], ""
 
 
 def first_norms(steps):
-    """Return the norms of gradients in their first two steps, by (name, 0 or 1).
-
-    By chance, the shares of one step may be alike.
-    """
-    norms = {}
-    for step in steps:
-        for name, norm in step["norms"].items():
-            number = 1 if (name, 0) in norms else 0
-            norms.setdefault((name, number), norm)
-    return norms
-
-
-def remedy_of_gradients(ratios):
-    if ratios and abs(ratios[0] - 1) > 0.1 and all(
-            math.isclose(ratio, ratios[0], rel_tol=1e-2) for ratio in ratios):
-        return (f"On two processes, they are {ratios[0]:.3g} times as large. Multiply each loss by "
-                "len(batch[0]) * world_size / global_batch before backward() (in synthetic_ddp, by "
-                "nothing)")
-    return (f"{CALLS}; call zero_grad() once, before the parts, and clip after the last; compute "
-            "class weights and statistics from all samples; draw random numbers of torch in the "
-            "loss and in build_model, not of numpy or random; keep no state in attributes")
+    """Return norms of gradients, by step and name: of several, as shares may be alike by chance."""
+    return {(number, name): norm for number, step in enumerate(steps[:4])
+            for name, norm in step["norms"].items()}
 
 
 def check_evaluation(seen, problems):
@@ -430,7 +401,7 @@ def check_evaluation(seen, problems):
     [one], [two] = found
     mean = "evaluation" not in modes_without_mean(seen)
     pairs = [*zip(two["results"], one["results"])][not mean:]  # the loss has a note of its own
-    same = all(math.isclose(*pair, rel_tol=2 * tolerance_of(seen), abs_tol=1e-6)
+    same = all(math.isclose(*pair, rel_tol=2 * seen["one"][0].tolerance, abs_tol=1e-6)
                or str(pair[0]) == str(pair[1]) for pair in pairs)  # NaN is not equal to NaN
     if one["dropout"]:
         check(promise, False, "dropout is active. Call model.eval() in evaluate()")

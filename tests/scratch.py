@@ -53,6 +53,8 @@ class Servers:
         for job in jobs:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
+            if not os.path.exists(f"{common['folder']}/{job['root']}"):
+                clone(f"{common['folder']}/base", f"{common['folder']}/{job['root']}")
             for rank in range(job["size"]):
                 number = rank if job["size"] > 1 else job.get("server", 0)
                 order = {"stop": 0, "args": {}, **common, **job, "rank": rank, "port": port}
@@ -160,6 +162,7 @@ def do_order(order, work):
         os.chdir(root + order.here)
         sys.argv = [order.path, *order.flags]
         sys.path.insert(0, os.path.dirname(root + order.path))
+        sys.addaudithook(Guard(order.folder).see)
         work(order)
         status = 0
     except BaseException:
@@ -279,9 +282,9 @@ class Guard:
 
     def __init__(self, folder):
         self.free = [folder, "/dev", "/proc"]
-        sys.addaudithook(self.see)
 
     def see(self, event, arguments):
+        """The hook: raise PermissionError unless what an event changes may be changed."""
         if event == "open" and (arguments[2] or 0) & WRITES:
             self.check(arguments[0], replaces=arguments[2] & os.O_TRUNC)
         for number in OF_FOLDERS.get(event, ()):

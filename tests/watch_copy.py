@@ -26,7 +26,7 @@ import time
 
 import torch
 import torch._dynamo  # as the first optimizer does: once, before the processes are forked
-from scratch import Guard, serve
+from scratch import serve
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, Subset
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401  not in each process
 
-SETTINGS = {"epochs": 2, "global_batch": 16, "nproc": None, "log_every": 1e9, "save_every": 1e9,
+SETTINGS = {"epochs": 2, "nproc": None, "log_every": 1e9, "save_every": 1e9,
             "timeout": 1800, "workers": int(sys.platform == "linux")}  # elsewhere, it is spawned
 
 
@@ -45,7 +45,7 @@ def work(order):
         if module:
             module.seed()  # another state in each process, as in a new interpreter
     torch.multiprocessing.set_start_method("fork" if sys.platform == "linux" else None, force=True)
-    job = globals()[order.kind](order, Guard(order.folder))
+    job = globals()[order.kind](order)
     job.run()
     record = json.dumps(dataclasses.asdict(job.record))
     pathlib.Path(f"{order.folder}/{order.name}-{order.rank}.json").write_text(record)
@@ -71,23 +71,19 @@ class Record:
     # Of each call of evaluate(): results, whether random numbers are drawn in it (draws), and
     # whether a layer of dropout is in training mode (dropout)
     evaluations: list = dataclasses.field(default_factory=list)
-    # Of each data set: size, digests of 20 samples, and of those that are read in 3 seconds (read)
+    # Of each data set: size, and digests of 20 samples
     data: list = dataclasses.field(default_factory=list)
+    # Of each data set, on rank 0: digests of all samples, or of those that are read in time
+    read: list = dataclasses.field(default_factory=list)
     loss: dict = dataclasses.field(default_factory=dict)  # see losses_of_parts()
     # Digests of trained weights, and of what else is in saved and progress, at the end
     state: dict = dataclasses.field(default_factory=dict)
     args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
-    rounds: bool = False  # it computes in bfloat16 or float16
+    tolerance: float = 1e-3  # of relative differences by rounding
     found_file: bool = False  # that of --checkpoint, at the start
     saved: bool = False  # it is there at the end
     stopped: bool = False  # by SIGTERM
     seconds: float = 0.0
-
-
-def save_if_allowed(guard, save, item, f, *arguments, **options):
-    """Replaces torch.save(), which opens files in C++."""
-    guard.check(f, replaces=True)
-    return save(item, f, *arguments, **options)
 
 
 class Enough(BaseException):
@@ -99,10 +95,11 @@ class Training:
 
     batch_size = 4  # of a process at once, in copies of cifar10_ddp
 
-    def __init__(self, order, guard):
+    def __init__(self, order):
         self.order, self.record = order, Record()
         self.alive()
-        torch.save = functools.partial(save_if_allowed, guard, torch.save)
+        # The other format is written in C++, where the guard does not see it
+        torch.save = functools.partial(torch.save, _use_new_zipfile_serialization=False)
         enter = torch.autocast.__enter__
         torch.autocast.__enter__ = lambda autocast: self.see_autocast(enter, autocast)
         self.module = load(f"{order.folder}/{order.root}{order.path}")
@@ -143,6 +140,7 @@ class Training:
                  if isinstance(value, (int, float))}
         self.record.args = plain
         settings = {**plain, **self.order.args, **SETTINGS, "batch_size": self.batch_size,
+                    "global_batch": self.order.global_batch,
                     "checkpoint": f"{self.order.folder}/{self.order.root}.pt"}
         if isinstance(settings.get("lr"), float):
             settings["lr"] *= 1e-3  # small steps: rounding does not grow, nothing diverges
@@ -163,7 +161,8 @@ class Training:
         return resume(*arguments, **options)
 
     def see_autocast(self, enter, autocast):
-        self.record.rounds |= autocast._enabled
+        if autocast._enabled:
+            self.record.tolerance = 2e-2
         return enter(autocast)
 
     def see_loss(self, function, *arguments, **options):
@@ -212,7 +211,8 @@ class Training:
         gradients = {names[id(weight)]: weight.grad.detach().to_dense()
                      for group in optimizer.param_groups for weight in group["params"]
                      if weight.grad is not None}
-        self.record.rounds |= any(part.dtype.itemsize < 4 for part in gradients.values())
+        if any(part.dtype.itemsize < 4 for part in gradients.values()):
+            self.record.tolerance = 2e-2
         norms = {name: part.double().norm().item() for name, part in gradients.items()}
         rates = [number for group in optimizer.param_groups for name, value in sorted(group.items())
                  if name != "params" for number in floats(value)]  # and the other options
@@ -261,21 +261,21 @@ class Preparation(Training):
 
 
 class Data(Training):
-    """Reads samples of the data sets: 20 of all of each, and, in one process, as many as it can."""
+    """Reads samples of the data sets: 20 of all of each and, on rank 0, as many as it can."""
 
     def see_data(self, load_data, *arguments, **options):
         sets = []
         cut(load_data(*arguments, **options), sets, self.order.samples)
         for data in sets:
             count = size(data)
-            found = {"size": count, "samples": [sample(data, index) for index in
-                                                range(0, count, max(1, count // 20))]}
-            if self.order.size == 1:
+            places = range(0, count, max(1, count // 20))
+            self.record.data.append(
+                {"size": count, "samples": [sample(data, place) for place in places]})
+            if self.order.rank == 0:
                 end = time.monotonic() + 3
                 in_time = itertools.takewhile(lambda _: time.monotonic() < end,
                                               random.Random(0).sample(range(count), count))
-                found["read"] = [sample(data, index) for index in in_time]
-            self.record.data.append(found)
+                self.record.read.append([sample(data, place) for place in in_time])
         raise Enough
 
 
@@ -293,10 +293,6 @@ class Loss(Training):
 
 class Gradients(Training):
     """Records the gradients of the first step in evaluation mode: without dropout."""
-
-    def __init__(self, order, guard):
-        super().__init__(order, guard)
-        self.module.DDP = functools.partial(DistributedDataParallel, find_unused_parameters=True)
 
     def at_loss(self, call):
         if call.model is not None:
@@ -331,17 +327,12 @@ class Call:
         values = [*arguments, *options.values()]
         models = [value for value in values if isinstance(value, torch.nn.Module)]
         self.model = models[0] if models else None
-        self.batch = [value for value in values
-                      if not isinstance(value, (torch.nn.Module, argparse.Namespace))]
+        self.batch = [value for value in values if not is_constant(value)]
 
     def again(self, change=lambda value: value):
         """Call the function, with other values for the parts of its batch."""
-        def changed(value):
-            fixed = isinstance(value, (torch.nn.Module, argparse.Namespace)) or is_constant(value)
-            return value if fixed else change(value)
-
-        return self.function(*map(changed, self.arguments),
-                             **{name: changed(value) for name, value in self.options.items()})
+        return self.function(*map(change, self.arguments), **{
+            name: change(value) for name, value in self.options.items()})
 
 
 def losses_of_parts(call):
@@ -374,8 +365,10 @@ def some_rows(values, first, last):
 
 
 def is_constant(value):
-    return value is None or isinstance(value, (int, float, str)) or (
-        isinstance(value, torch.Tensor) and not value.ndim)
+    """Return whether an argument is no part of a batch: a model, settings, a number."""
+    return (value is None
+            or isinstance(value, (torch.nn.Module, argparse.Namespace, int, float, str))
+            or isinstance(value, torch.Tensor) and not value.ndim)
 
 
 def parts_of(batch):
@@ -420,21 +413,17 @@ def cut(loaded, sets, counts):
 
     counts: of training samples, and of validation samples.
     """
-    alone = is_data(loaded)  # the training set
+    if is_data(loaded) and (len(sets) < 2 or isinstance(loaded, Dataset)):
+        sets.append(loaded)
+        return few(loaded, counts[len(sets) > 1])
     if isinstance(loaded, dict):
-        return dict(zip(loaded, cut([*loaded.values()], sets, counts)))
-    if not alone and isinstance(loaded, (tuple, list)) and all(map(is_tensor, loaded)):
-        groups = [tuple(group) for _, group in itertools.groupby(loaded, len)]
-        return [part for group in cut(groups, sets, counts) for part in group]
-    if not alone and not isinstance(loaded, (tuple, list)):
+        return {name: cut(part, sets, counts) for name, part in loaded.items()}
+    if not isinstance(loaded, (tuple, list)) or is_data(loaded):
         return loaded
-    parts = []
-    for part in [loaded] if alone else loaded:
-        if is_data(part) and (len(sets) < 2 or isinstance(part, Dataset)):
-            sets.append(part)
-            part = few(part, counts[len(sets) > 1])
-        parts.append(part)
-    return parts[0] if alone else parts
+    if all(map(is_tensor, loaded)):  # x, y, x_val, y_val: sets of equal lengths
+        groups = [tuple(group) for _, group in itertools.groupby(loaded, len)]
+        return [part for group in groups for part in cut(group, sets, counts)]
+    return [cut(part, sets, counts) for part in loaded]
 
 
 def size(data):
