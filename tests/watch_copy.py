@@ -13,7 +13,6 @@ import dataclasses
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -26,8 +25,7 @@ import time
 
 import torch
 import torch._dynamo  # as the first optimizer does: once, before the processes are forked
-from scratch import serve
-from torch.nn.parallel import DistributedDataParallel
+from scratch import Record, load, serve
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
 
@@ -41,9 +39,6 @@ SETTINGS = {"epochs": 2, "nproc": None, "log_every": 1e9, "save_every": 1e9,
 # ---- The process of a job ----
 def work(order):
     """Do a job in this process, and write its record."""
-    for module in (random, sys.modules.get("numpy.random"), torch):
-        if module:
-            module.seed()  # another state in each process, as in a new interpreter
     torch.multiprocessing.set_start_method("fork" if sys.platform == "linux" else None, force=True)
     job = globals()[order.kind](order)
     job.run()
@@ -51,41 +46,7 @@ def work(order):
     pathlib.Path(f"{order.folder}/{order.name}-{order.rank}.json").write_text(record)
 
 
-def load(path):
-    """Return the copy as a module."""
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # to pickle its functions and classes
-    spec.loader.exec_module(module)
-    return module
-
-
 # ---- The jobs ----
-@dataclasses.dataclass
-class Record:
-    """What is seen in one process of one job. Digests are texts."""
-    # Of each step of an optimizer: rates (and its other options), norms of the gradients by name,
-    # and of the calls of the loss before it: losses, rows (digests of a sample, and of each of its
-    # parts), and shapes (of a sample's parts)
-    steps: list = dataclasses.field(default_factory=list)
-    # Of each call of evaluate(): results, whether random numbers are drawn in it (draws), and
-    # whether a layer of dropout is in training mode (dropout)
-    evaluations: list = dataclasses.field(default_factory=list)
-    # Of each data set: size, and digests of 20 samples
-    data: list = dataclasses.field(default_factory=list)
-    # Of each data set, on rank 0: digests of all samples, or of those that are read in time
-    read: list = dataclasses.field(default_factory=list)
-    loss: dict = dataclasses.field(default_factory=dict)  # see losses_of_parts()
-    # Digests of trained weights, and of what else is in saved and progress, at the end
-    state: dict = dataclasses.field(default_factory=dict)
-    args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
-    tolerance: float = 1e-3  # of relative differences by rounding
-    found_file: bool = False  # that of --checkpoint, at the start
-    saved: bool = False  # it is there at the end
-    stopped: bool = False  # by SIGTERM
-    seconds: float = 0.0
-
-
 class Enough(BaseException):
     """Ends a training before its last step."""
 
@@ -106,7 +67,7 @@ class Training:
         functions = vars(self.module)
         self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
-        self.evaluating = False
+        self.evaluation = None  # what is seen in a call of evaluate()
         for name, see in (("load_data", self.see_data), ("loss_of", self.see_loss),
                           ("loss_and_counts", self.see_loss), ("evaluate", self.see_evaluation),
                           ("resume", self.see_resume)):
@@ -170,11 +131,10 @@ class Training:
         call = Call(function, arguments, options)
         before = random_numbers()
         result = self.at_loss(call)
-        if self.evaluating and call.model is not None:
-            evaluation = self.record.evaluations[-1]
-            evaluation["draws"] |= random_numbers() != before
-            evaluation["dropout"] |= any(isinstance(part, torch.nn.Dropout) and part.training
-                                         for part in call.model.modules())
+        if self.evaluation and call.model is not None:
+            self.evaluation["draws"] |= random_numbers() != before
+            self.evaluation["dropout"] |= any(isinstance(part, torch.nn.Dropout) and part.training
+                                              for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
             shapes = [str([*part.shape[1:]]) for part in parts_of(call.batch) if is_tensor(part)]
             self.calls.append((floats(result)[:1], rows(call.batch), shapes))
@@ -186,19 +146,16 @@ class Training:
         if call.model is None:  # it is no argument: nothing is compared
             return call.again()
         first, path = not self.record.evaluations, f"{self.order.folder}/one tested.pt"
-        wraps = isinstance(call.model, DistributedDataParallel)
-        model = call.model.module if wraps else call.model
+        model = getattr(call.model, "module", call.model)  # that of DDP
         own = copy.deepcopy(model.state_dict())
         if first and self.order.name == "one":
             torch.save(own, path)
         if first and self.order.size > 1:
             model.load_state_dict(torch.load(path, weights_only=False))
-        evaluation = {"draws": False, "dropout": False}
-        self.record.evaluations.append(evaluation)
-        self.evaluating = True
+        self.evaluation = {"draws": False, "dropout": False}
         result = call.again()
-        self.evaluating = False
-        evaluation["results"] = floats(result)
+        self.record.evaluations.append({**self.evaluation, "results": floats(result)})
+        self.evaluation = None
         if first and self.order.size > 1:
             model.load_state_dict(own)
         return result
@@ -285,14 +242,21 @@ class Loss(Training):
     batch_size = 16
 
     def at_loss(self, call):
-        if not self.evaluating and call.model is not None and len(rows(call.batch)) >= 10:
-            self.record.loss = losses_of_parts(call)
-            raise Enough
-        return call.again()
+        if self.evaluation or call.model is None or len(rows(call.batch)) < 10:
+            return call.again()
+        for mode, training in (("evaluation", False), ("training", True)):
+            call.model.train(training)
+            before = random_numbers(), digest([*call.model.buffers()])
+            with torch.set_grad_enabled(training):
+                losses = [floats(call.again(lambda value: some_rows(value, *part)))[0]
+                          for part in ((0, 10), (0, 3), (3, 10))]
+            after = random_numbers(), digest([*call.model.buffers()])
+            self.record.loss[mode] = {"losses": losses, "varies": after != before}
+        raise Enough
 
 
 class Gradients(Training):
-    """Records the gradients of the first step in evaluation mode: without dropout."""
+    """Records the gradients of two steps in evaluation mode: without dropout and BatchNorm."""
 
     def at_loss(self, call):
         if call.model is not None:
@@ -301,7 +265,7 @@ class Gradients(Training):
 
     def at_step(self):
         if len(self.record.steps) == 2 * len(self.optimizers):
-            raise Enough  # each optimizer has made a step
+            raise Enough  # each optimizer has made two steps
 
 
 class Stop(Training):
@@ -333,23 +297,6 @@ class Call:
         """Call the function, with other values for the parts of its batch."""
         return self.function(*map(change, self.arguments), **{
             name: change(value) for name, value in self.options.items()})
-
-
-def losses_of_parts(call):
-    """Return the losses of 10 samples, of the first 3 and the other 7, in both modes.
-
-    varies: random numbers are drawn, or buffers change (of BatchNorm, which sees the batch).
-    """
-    found = {}
-    for mode, training in (("evaluation", False), ("training", True)):
-        call.model.train(training)
-        before = random_numbers(), digest([*call.model.buffers()])
-        with torch.set_grad_enabled(training):
-            losses = [floats(call.again(lambda value: some_rows(value, *part)))[0]
-                      for part in ((0, 10), (0, 3), (3, 10))]
-        after = random_numbers(), digest([*call.model.buffers()])
-        found[mode] = {"losses": losses, "varies": after != before}
-    return found
 
 
 def some_rows(values, first, last):
