@@ -42,10 +42,8 @@ class Record:
     # Of each call of evaluate(): results, whether random numbers are drawn in it (draws), and
     # whether a layer of dropout is in training mode (dropout)
     evaluations: list = dataclasses.field(default_factory=list)
-    # Of each data set: size, and digests of 20 samples
+    # Of each data set: size, and digests of 20 samples, and of more that are read in time
     data: list = dataclasses.field(default_factory=list)
-    # Of each data set, on rank 0: digests of all samples, or of those that are read in time
-    read: list = dataclasses.field(default_factory=list)
     # Of each mode (evaluation, training): losses of 10 samples, of the first 3 and the other 7, and
     # whether it varies: random numbers are drawn, or buffers change (of BatchNorm, by the batch)
     loss: dict = dataclasses.field(default_factory=dict)
@@ -59,7 +57,7 @@ class Record:
     seconds: float = 0.0
 
 
-class Servers:
+class Servers(contextlib.AbstractContextManager):
     """Two interpreters that train copies (watch_copy.py): as on two machines, of a rank each."""
 
     def __init__(self, folder):
@@ -93,7 +91,7 @@ class Servers:
                     for process, names in zip(self.processes, waiting) for name in names}
         return read_records(jobs, statuses, common["folder"], common["path"])
 
-    def end(self):
+    def __exit__(self, *_):
         for process in self.processes:
             process.terminate()  # it ends what it has started
             process.wait()
@@ -345,10 +343,8 @@ class Guard:
             return
         if not (self.is_free(own) and replaces and os.path.isfile(target)):
             raise PermissionError(errno.EACCES, REFUSED, target)
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another rank has done it
             os.unlink(own)  # the link
-        except FileNotFoundError:  # another rank has done it
-            pass
 
     def is_free(self, path):
         return any(f"{path}/".startswith(f"{place}/") for place in self.free)

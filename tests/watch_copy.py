@@ -165,12 +165,12 @@ class Training:
         if not any(optimizer is other for other in self.optimizers):
             self.optimizers.append(optimizer)
         names = {id(weight): name for name, weight in reversed(self.weights().items())}
-        gradients = {names[id(weight)]: weight.grad.detach().to_dense()
-                     for group in optimizer.param_groups for weight in group["params"]
-                     if weight.grad is not None}
-        if any(part.dtype.itemsize < 4 for part in gradients.values()):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]
+                   if weight.grad is not None]
+        norms = {names[id(weight)]: weight.grad.detach().to_dense().double().norm().item()
+                 for weight in weights}
+        if any(weight.grad.dtype.itemsize < 4 for weight in weights):
             self.record.tolerance = 2e-2
-        norms = {name: part.double().norm().item() for name, part in gradients.items()}
         rates = [number for group in optimizer.param_groups for name, value in sorted(group.items())
                  if name != "params" for number in floats(value)]  # and the other options
         self.record.steps.append(
@@ -218,21 +218,17 @@ class Preparation(Training):
 
 
 class Data(Training):
-    """Reads samples of the data sets: 20 of all of each and, on rank 0, as many as it can."""
+    """Reads samples of the data sets, in a random order: as many as it can in 3 seconds."""
 
     def see_data(self, load_data, *arguments, **options):
         sets = []
         cut(load_data(*arguments, **options), sets, self.order.samples)
         for data in sets:
-            count = size(data)
-            places = range(0, count, max(1, count // 20))
-            self.record.data.append(
-                {"size": count, "samples": [sample(data, place) for place in places]})
-            if self.order.rank == 0:
-                end = time.monotonic() + 3
-                in_time = itertools.takewhile(lambda _: time.monotonic() < end,
-                                              random.Random(0).sample(range(count), count))
-                self.record.read.append([sample(data, place) for place in in_time])
+            order = random.Random(0).sample(range(size(data)), size(data))
+            end = time.monotonic() + 3
+            in_time = itertools.takewhile(lambda _: time.monotonic() < end, order[20:])
+            samples = [sample(data, place) for place in itertools.chain(order[:20], in_time)]
+            self.record.data.append({"size": size(data), "samples": samples})
         raise Enough
 
 
