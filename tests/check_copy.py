@@ -92,12 +92,13 @@ def make_mirror(folder, path, flags):
     mirror, folders = scratch.mirror_folders(folder, os.path.dirname(path))
     names = [os.path.relpath(path) for path in mirror.linked]
     links = f"and links to {len(names)} ({some(names)})" if names else "and no links"
-    # Of 15, two processes have shares of 8 and 7, which shows if they have no weights
-    equal = re.search(r"global_batch\s*(//|%)", pathlib.Path(path).read_text(errors="replace"))
-    batch = 16 if equal else 15  # some scripts need equal shares
+    # Of 15 samples, two processes have 8 and 7: a loss without its weight is noticed
+    text = pathlib.Path(path).read_text(errors="replace")
+    equal_shares = re.search(r"global_batch\s*(//|%)|int\(args\.global_batch", text)
+    batch = 16 if equal_shares else 15
     print(f"""\
-Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps, of {batch} of
-{TRAINING_SAMPLES} training samples each, and of {VAL_SAMPLES} validation samples if there are any.
+Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of {batch} samples
+each, of {TRAINING_SAMPLES} training samples, and {VAL_SAMPLES} validation samples if there are any.
 It works in a temporary folder, with copies of {mirror.copied} of your files {links}. What Python
 would write to a link, to an absolute path or to ~ is refused. A program that it starts, or a
 library that writes without Python, can change these.""", flush=True)

@@ -104,8 +104,7 @@ def read_records(jobs, statuses, folder, path):
         names = [f"{folder}/{job['name']}-{rank}" for rank in range(job["size"])]
         files = [pathlib.Path(f"{name}.json") for name in names]
         if all(file.exists() for file in files):
-            seen[job["name"]] = [Record(**json.loads(file.read_text()))
-                                 for file in files]
+            seen[job["name"]] = [Record(**json.loads(file.read_text())) for file in files]
         else:
             problems[job["name"]] = "".join(
                 f"\n      rank {rank} "

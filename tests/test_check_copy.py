@@ -244,7 +244,6 @@ open("large.pt", "a") if len(refused) == 4 else sys.exit(f"only {refused} are re
 """
 
 
-@slow
 def test_what_python_would_change_elsewhere_is_refused_and_named_at_once(digests):
     """Also beside loader processes, with which an error in the loss has once hung."""
     make_copy("cifar10_ddp", "my.py", above(f"HERE = {os.getcwd()!r}"), above(SMALL),
