@@ -14,8 +14,9 @@ my.py starts, or a library that writes files without Python, can change these: t
 afterwards that a linked file has changed. This was tried on Linux.
 
 It does not see: later epochs, other samples, GPUs, whether the model learns; results that rank 0
-computes from its share and only logs; files that all ranks write; the names (module.) in a
-file that my.py saves by itself; an optimizer.step() after several batches, each with zero_grad().
+computes from its share and only logs; files that all ranks write; the names (module.) in a file
+that my.py saves by itself; an optimizer.step() after several batches, each with zero_grad(); equal
+weights of a share's unequal parts (cifar10_ddp).
 
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
