@@ -367,15 +367,15 @@ BRIEFLY = [('"300"', '"5"')]  # for how long the pods of a PyTorchJob wait for o
 def job_without_a_claim(cluster):
     """It resumes after the loss of pod 1, and starts over after that of pod 0."""
     pods = cluster.apply(documents_of("job.yaml", [
-        ("--epochs=200", "--epochs=20000")]))
-    next_start(cluster, pods, 4)
+        ("--epochs=200", "--epochs=20000"), ("--nproc-per-node=2", "--nproc-per-node=1")]))
+    next_start(cluster, pods)
     pods[1].stop("TERM")  # as kubectl delete pod does
-    before, after = next_start(cluster, pods, 4)
+    before, after = next_start(cluster, pods)
     assert after.first >= before.done - 1, f"lost pod 1: {before} {after}\n{cluster.report()}"
     failures = [pod.failures for pod in pods]
     assert failures == [0, 1], f"lost pod 1 is to fail no other: {failures}\n{cluster.report()}"
     pods[0].stop("KILL")
-    _, after = next_start(cluster, pods, 4)
+    _, after = next_start(cluster, pods)
     assert after.first == 0, f"without a claim, pod 0 starts over: {after}\n{cluster.report()}"
 
 

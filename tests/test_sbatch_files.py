@@ -51,6 +51,13 @@ def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(file):
         f"{file.name} says {notice[0]}, and torchrun waits for {wait} s of them")
 
 
+def test_torchrun_is_launched_in_the_same_way_by_all_files():
+    """test_slurm.py trains by cpu.sbatch."""
+    texts = [file.read_text() for file in FILES]
+    launches = {text[text.index("    torchrun "):] for text in texts if "    torchrun " in text}
+    assert len(launches) == 1, "torchrun is launched in different ways:\n" + "\n".join(launches)
+
+
 def test_a_terminal_finds_the_environment_as_a_job_does():
     text = (ROOT / "slurm/ddp-worker-node.sh").read_text()
     lines = ENVIRONMENT.replace(" && ! ${image:-}", "")

@@ -319,6 +319,9 @@ def test_an_unedited_file_uses_what_it_requests(unedited, name, cluster):
     assert name in UNEDITED, f"{name}.sbatch has no row in UNEDITED"
     lab, jobs = unedited[cluster]
     assert_given(lab, jobs[name], Given(f"slurm/{name}.sbatch", *UNEDITED[name][cluster]))
+    comes_back = (lab.show(jobs[name], "Requeue"), "is not requeued" in lab.output(jobs[name]))
+    assert comes_back == (("0", False) if name == "mnist" else ("1", True)), (
+        f"{name}.sbatch: --requeue {comes_back[0]}, requeue is called: {comes_back[1]}")
 
 
 # --- jobs that are disturbed ---
@@ -359,7 +362,8 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
     assert begins[0] == 1 and begins == sorted(set(begins)), (
         f"job {job} has begun with the epochs {begins}:\n{output}")
     checkpoint = checkpoint or f"{lab.show(job, 'JobName')}-{lab.show(job, 'JobId')}.pt"
-    change = difference(lab.folder / checkpoint, lab.long_run)
+    processes = int(re.search(r"^world size (\d+)", output, re.MULTILINE)[1])
+    change = difference(lab.folder / checkpoint, lab.undisturbed[processes])
     assert change == 0, (
         f"weights of job {job} differ by {change} from those of training outside Slurm:\n{output}")
 
@@ -367,9 +371,8 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
 # They come back. Those that take longest are first.
 def lost_node(lab):
     """One job loses the node of its batch script, another one its other node."""
-    jobs = [lab.sbatch(f"--nodes=2 {ONE_CORE} slurm/{file}.sbatch {LONG}", nodes, SCRIPT="slow.py",
-                       SLOW_STARTS=1)
-            for file, nodes in (("cifar10", "c5,c6,c9"), ("cifar10-srun", "c7,c8,c9"))]
+    jobs = [lab.sbatch(f"--nodes=2 {ONE_CORE} slurm/cifar10-srun.sbatch {LONG}", nodes,
+                       SCRIPT="slow.py", SLOW_STARTS=1) for nodes in ("c5,c6,c9", "c7,c8,c9")]
     for job in jobs:
         wait_for_epochs(lab, job)
     lab.machines[lab.show(jobs[0], "BatchHost")].kill()
@@ -386,7 +389,7 @@ def time_limit(lab):
     """
     shutil.copytree(ROOT / "slurm", lab.folder / "submission/slurm")
     (lab.folder / "checkpoint/link.pt").symlink_to(lab.root / "scratch disk.pt")
-    command = f"{SMALL} slurm/cpu.sbatch {LONG}"
+    command = f"--nodes=1 {ONE_CORE} slurm/cpu.sbatch {LONG}"
     variables = {"SCRIPT": "../mine/slow.py", "CHECKPOINT": "../checkpoint/link.pt",
                  "VIRTUAL_ENV": sys.prefix, "SLOW_STARTS": 2}
     job = lab.sbatch(command, "c10", "cd submission &&", STOP_SECONDS=35, **variables)
@@ -424,8 +427,8 @@ def preempted(lab):
 def controller_away(lab):
     """The controller is killed while the job stops, and started again when the job has noticed."""
     lab = lab.other_lab  # the jobs beside this one need their controller
-    job = lab.sbatch(f"{TWO_CORES} slurm/cifar10-srun.sbatch {LONG}", "c1", SCRIPT="slow.py",
-                     SLOW_STARTS=1, STOP_SECONDS=5)
+    job = lab.sbatch(f"-c1 --gpus-per-node=0 slurm/cifar10-srun.sbatch {LONG}", "c1",
+                     SCRIPT="slow.py", SLOW_STARTS=1, STOP_SECONDS=5)
     wait_for_epochs(lab, job)
     log = f"cifar10-srun-{job}.out"
     lab.sh(f"scancel --signal=TERM {job}; "
@@ -441,7 +444,7 @@ def array(lab):
 
     sbatch passes one variable to the job, so that srun would pass no other, as MASTER_ADDR.
     """
-    array = lab.sbatch(f"{TWO_CORES} --export=SCRIPT --array=0-1 slurm/cifar10-srun.sbatch {LONG}",
+    array = lab.sbatch(f"{ONE_CORE} --export=SCRIPT --array=0-1 slurm/cifar10-srun.sbatch {LONG}",
                        SCRIPT="slow.py")
     wait_for_epochs(lab, f"{array}_1")
     lab.wait_for_state(f"{array}_0", "COMPLETED")
@@ -508,10 +511,12 @@ DISTURBED = {function.__name__: function for function in (
 def disturbed(lab, unedited, tmp_path_factory, request):
     """Futures of the disturbed jobs of the chosen tests, side by side."""
     chosen = {item.name for item in request.session.items}
-    long_run = tmp_path_factory.mktemp("outside") / "long_run.pt"
-    train_to_end("cpu_ddp", *LONG.split(), "--checkpoint", long_run, nproc=2)
+    lab.undisturbed = {}
+    for nproc in (1, 2):
+        lab.undisturbed[nproc] = tmp_path_factory.mktemp("undisturbed") / "run.pt"
+        train_to_end("cpu_ddp", *LONG.split(), "--checkpoint", lab.undisturbed[nproc], nproc=nproc)
     lab.other_lab = unedited[1][0]
-    lab.long_run = lab.other_lab.long_run = long_run
+    lab.other_lab.undisturbed = lab.undisturbed
     with ThreadPoolExecutor(len(DISTURBED)) as pool:
         yield {name: pool.submit(function, lab) for name, function in DISTURBED.items()
                if f"test_disturbed_job[{name}]" in chosen}
@@ -523,12 +528,12 @@ def test_disturbed_job(disturbed, name):
 
 
 # --- jobs that train to their end ---
-TRAINED = {  # sbatch COMMAND, and what is exported. All have two processes, or mnist_dp two cores
-    "mnist": ("-c2 slurm/mnist.sbatch --epochs 2 --fake-data 32", {}),
-    "fashionmnist": (f"{TWO_CORES} slurm/fashionmnist.sbatch --epochs 2 --fake-data 32 "
-                     "--global-batch 16", LEFT),
-    "synthetic": (f"-c2 --gpus-per-node=2 slurm/synthetic.sbatch {LINEAR}", {}),
-    "clocks": (f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", {"VIRTUAL_ENV": "behind"}),
+TRAINED = {  # sbatch COMMAND, what is exported, and the first line
+    "mnist": ("-c2 slurm/mnist.sbatch --epochs 2 --fake-data 32", {}, "GPUs none, threads 2 "),
+    "fashionmnist": (f"{ONE_CORE} slurm/fashionmnist.sbatch --epochs 2 --fake-data 64", LEFT,
+                     "world size 1 "),
+    "clocks": (f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", {"VIRTUAL_ENV": "behind"},
+               "world size 2 "),
 }
 
 
@@ -536,7 +541,7 @@ TRAINED = {  # sbatch COMMAND, and what is exported. All have two processes, or 
 def trained_jobs(lab):
     """The ids of the jobs of TRAINED. A test waits for its own."""
     return {name: lab.sbatch(command, "c1,c2,c3,c4", **variables)
-            for name, (command, variables) in TRAINED.items()}
+            for name, (command, variables, _) in TRAINED.items()}
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -544,8 +549,8 @@ def test_job_trains(lab, trained_jobs, name):
     job = trained_jobs[name]
     lab.wait_for_state(job, "COMPLETED")
     output = lab.output(job)
-    found = re.findall("^world size 2 |^GPUs none, threads 2 |^epoch 2/2", output, re.MULTILINE)
-    assert len(found) == 2, f"{name}: no run of two processes to its end:\n{output}"
+    found = re.findall(f"^{TRAINED[name][2]}|^epoch 2/2", output, re.MULTILINE)
+    assert len(found) == 2, f"{name}: no {TRAINED[name][2]!r} and a last epoch:\n{output}"
     assert lab.restarts(job) == 0, f"{name}: the job was requeued:\n{output}"
 
 
