@@ -530,8 +530,8 @@ def test_disturbed_job(disturbed, name):
 # --- jobs that train to their end ---
 TRAINED = {  # sbatch COMMAND, what is exported, and the first line
     "mnist": ("-c2 slurm/mnist.sbatch --epochs 2 --fake-data 32", {}, "GPUs none, threads 2 "),
-    "fashionmnist": (f"{ONE_CORE} slurm/fashionmnist.sbatch --epochs 2 --fake-data 64", LEFT,
-                     "world size 1 "),
+    "fashionmnist": ("-c1 --gpus-per-node=1 slurm/fashionmnist.sbatch --epochs 2 --fake-data 128",
+                     LEFT, "world size 1 "),
     "clocks": (f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", {"VIRTUAL_ENV": "behind"},
                "world size 2 "),
 }
