@@ -186,100 +186,92 @@ CASES = {
 
 
 ON_THE_CLAIM = {
-    "volumes/fsx/persistentVolumeClaim/claimName": ("fsx-claim", "CLAIM_NAME"),
-    "container/volumeMounts/fsx/mountPath": ("/fsx", "the folder of the checkpoint"),
+    "volumes/fsx/persistentVolumeClaim/claimName": "fsx-claim",
+    "container/volumeMounts/fsx/mountPath": "/fsx",
+    # otherwise Kubernetes walks through a large volume for hours
+    "securityContext/fsGroupChangePolicy": "OnRootMismatch",
 }
 
 
 def fields_of_a_pod(case):
-    """Return by the path of a field its value, and why."""
-    void = None if case.gpus else "void"
     return {
-        "container/image": (lab.OUR_IMAGE, "IMAGE_URI"),
-        "container/resources/limits": ({"cpu": str(case.cpu), "memory": case.memory,
-                                        "nvidia.com/gpu": str(case.gpus)}, "what a pod has"),
-        "container/env/OMP_NUM_THREADS/value": (f"0{case.threads}", "processes share the CPUs"),
-        "container/env/NVIDIA_VISIBLE_DEVICES/value": (void, "void where there are no GPUs; else "
-                                                       "Kubernetes sets it"),
-        **ON_THE_CLAIM,
-        "script": (f"/workspace/{case.script}/train.py{case.flags}", "SCRIPT, JOB_NAME, ARGS"),
+        "container/image": lab.OUR_IMAGE,
+        "container/resources/limits": {"cpu": str(case.cpu), "memory": case.memory,
+                                       "nvidia.com/gpu": str(case.gpus)},
+        "container/env/OMP_NUM_THREADS/value": f"0{case.threads}",
+        # void where there are no GPUs; else Kubernetes sets it
+        "container/env/NVIDIA_VISIBLE_DEVICES/value": None if case.gpus else "void",
+        "script": f"/workspace/{case.script}/train.py{case.flags}",
     }
 
 
 def fields_of_a_job(case):
     return {
-        "spec/completions": (case.nodes, "pods"),
-        "spec/parallelism": (case.nodes, "all pods run at once"),
-        "--nnodes": (str(case.nodes), "pods"),
-        "--nproc-per-node": (str(case.workers), "processes of a pod"),
-        "--rdzv-endpoint": (f"{case.name}-0.{case.name}:29500", "the name of pod 0"),
+        "spec/completions": case.nodes,
+        "spec/parallelism": case.nodes,
+        "--nnodes": str(case.nodes),
+        "--nproc-per-node": str(case.workers),
+        "--rdzv-endpoint": f"{case.name}-0.{case.name}:29500",  # the name of pod 0
     }
 
 
 def fields_of_a_pytorchjob(case, host, port, restarts, backend="c10d"):
     return NO_OPTIONS | {
-        "spec/nprocPerNode": (str(case.workers), "processes of a pod"),
-        "spec/elasticPolicy/rdzvBackend": (backend, "RDZV_BACKEND"),
-        "spec/elasticPolicy/rdzvHost": (host, "where the pods meet"),
-        "spec/elasticPolicy/rdzvPort": (port, "where the pods meet"),
-        "spec/elasticPolicy/maxReplicas": (case.nodes, "pods"),
-        "spec/elasticPolicy/maxRestarts": (restarts, "lost pods that it survives"),
-        "spec/runPolicy/backoffLimit": (20 * case.nodes, "20 restarts per pod, as the page says"),
-        "spec/pytorchReplicaSpecs/Worker/replicas": (case.nodes, "pods"),
+        "spec/nprocPerNode": str(case.workers),
+        "spec/elasticPolicy/rdzvBackend": backend,
+        "spec/elasticPolicy/rdzvHost": host,
+        "spec/elasticPolicy/rdzvPort": port,
+        "spec/elasticPolicy/maxReplicas": case.nodes,
+        "spec/elasticPolicy/maxRestarts": restarts,
+        "spec/runPolicy/backoffLimit": 20 * case.nodes,  # 20 restarts per pod, as the page says
+        "spec/pytorchReplicaSpecs/Worker/replicas": case.nodes,
     }
 
 
 def fields_of_a_trainjob(case):
     return NO_OPTIONS | {
-        "spec/trainer/numNodes": (case.nodes, "pods"),
-        "spec/trainer/numProcPerNode": (case.workers, "processes of a pod"),
-        "spec/runtimePatches/0/manager": (f"user.example/{case.name}", "Trainer requires it"),
+        "spec/trainer/numNodes": case.nodes,
+        "spec/trainer/numProcPerNode": case.workers,
+        "spec/runtimePatches/0/manager": f"user.example/{case.name}",
     }
 
 
-NO_OPTIONS = {"options": (set(), "options of torchrun replace the operator's variables")}
-RESTRICTED = {
-    "securityContext/runAsNonRoot": (True, "restricted clusters admit no root"),
-    "securityContext/seccompProfile/type": ("RuntimeDefault", "restricted clusters require it"),
-    "container/securityContext": ({"allowPrivilegeEscalation": False,
-                                   "capabilities": {"drop": ["ALL"]}},
-                                  "restricted clusters require it"),
+NO_OPTIONS = {"options": set()}  # torchrun's options replace the variables of an operator
+RESTRICTED = {  # what restricted clusters require
+    "securityContext/runAsNonRoot": True,
+    "securityContext/seccompProfile/type": "RuntimeDefault",
+    "container/securityContext": {"allowPrivilegeEscalation": False,
+                                  "capabilities": {"drop": ["ALL"]}},
 }
-# A TrainJob has no field for it.
-NO_TOKEN = {"automountServiceAccountToken": (
-    False, "whoever runs commands in a pod could use its token of Kubernetes")}
-ON_A_VOLUME = {"securityContext/fsGroupChangePolicy": (
-    "OnRootMismatch", "Kubernetes walks through a large volume for hours")}
-SHARED_MEMORY = {
-    "container/volumeMounts/shm/mountPath": ("/dev/shm", "64 MiB are too few for NCCL"),
-    "volumes/shm/emptyDir/medium": ("Memory", "shared memory is memory"),
+# Whoever runs commands in a pod could use its token. (A TrainJob has no field for it)
+NO_TOKEN = {"automountServiceAccountToken": False}
+TRAINS = RESTRICTED | {
+    "container/volumeMounts/shm/mountPath": "/dev/shm",  # 64 MiB are too few for NCCL
+    "volumes/shm/emptyDir/medium": "Memory",
 }
-OWN_STORE = {"container/env/TORCH_DISABLE_SHARE_RDZV_TCP_STORE/value": (
-    "1", "torchrun's store keeps addresses of lost processes")}
-JOB = RESTRICTED | NO_TOKEN | SHARED_MEMORY | OWN_STORE | {
-    "spec/completionMode": ("Indexed", "each pod has a number, and pod 0 a name"),
-    "spec/maxFailedIndexes": (0, "a pod that fails for good ends the job"),
-    "spec/successPolicy": ({"rules": [{"succeededIndexes": "0"}]},
-                           "a pod that is lost after the last step fails no complete job"),
+# torchrun's store keeps addresses of lost processes
+OWN_STORE = {"container/env/TORCH_DISABLE_SHARE_RDZV_TCP_STORE/value": "1"}
+JOB = TRAINS | NO_TOKEN | OWN_STORE | {
+    "spec/completionMode": "Indexed",
+    "spec/maxFailedIndexes": 0,
+    # a pod that is lost after the last step fails no complete job
+    "spec/successPolicy": {"rules": [{"succeededIndexes": "0"}]},
 }
 # What Kubernetes and the operators require, and the stories below would not all miss.
 REQUIREMENTS = {
     "job.yaml": JOB,
-    "job": JOB | ON_A_VOLUME,
-    "pytorchjob": RESTRICTED | NO_TOKEN | SHARED_MEMORY | OWN_STORE | ON_A_VOLUME | {
-        "spec/pytorchReplicaSpecs/Worker/restartPolicy": ("OnFailure", "containers restart"),
-        "container/name": ("pytorch", "the operator finds it by this name"),
+    "job": JOB | ON_THE_CLAIM,
+    "pytorchjob": TRAINS | NO_TOKEN | OWN_STORE | ON_THE_CLAIM | {
+        "spec/pytorchReplicaSpecs/Worker/restartPolicy": "OnFailure",
+        "container/name": "pytorch",  # by which the operator finds it
     },
-    "trainjob": RESTRICTED | SHARED_MEMORY | ON_A_VOLUME | {
-        "spec/runtimeRef/name": ("torch-distributed", "the runtime"),
-        "spec/runtimePatches/0/trainingRuntimeSpec/template/spec/replicatedJobs/node/name": (
-            "node", "Trainer finds it by this name"),
-        "container/name": ("node", "Trainer finds it by this name"),
+    "trainjob": TRAINS | ON_THE_CLAIM | {
+        "spec/runtimeRef/name": "torch-distributed",
+        # by which Trainer finds them
+        "spec/runtimePatches/0/trainingRuntimeSpec/template/spec/replicatedJobs/node/name": "node",
+        "container/name": "node",
     },
-    "files": RESTRICTED | NO_TOKEN | ON_A_VOLUME | {
-        "container/image": (lab.OUR_IMAGE, "IMAGE_URI"),
-        **ON_THE_CLAIM,
-    },
+    "files": RESTRICTED | NO_TOKEN | ON_THE_CLAIM | {"container/image": lab.OUR_IMAGE},
     "etcd.yaml": RESTRICTED | NO_TOKEN,
 }
 
@@ -309,8 +301,8 @@ def assert_fields(documents, needed):
     (container,) = pod["containers"]
     places = documents[-1] | pod | {"container": container} | launch_of(container)
     found = {path: field(places, path) for path in needed}
-    wrong = [f"{path}: {found[path]!r}, not {value!r}: {why}"
-             for path, (value, why) in needed.items() if found[path] != value]
+    wrong = [f"{path}: {found[path]!r}, not {value!r}"
+             for path, value in needed.items() if found[path] != value]
     assert not wrong, "\n".join([f"fields of a {documents[-1]['kind']} are wrong", *wrong])
 
 

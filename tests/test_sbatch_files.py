@@ -31,15 +31,6 @@ def test_submitted_in_another_folder_an_error_line_names_the_right_one(tmp_path,
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_a_job_without_job_sh_ends(tmp_path, file):
-    """Without the error line, too: what job.sh sets would be unset, or another job's."""
-    lines = [line for line in file.read_text().splitlines() if "[[ -e slurm/job.sh ]]" not in line]
-    done = bash("\n".join(lines), tmp_path, SLURM_NNODES="1", SLURM_JOB_ID="7")
-    assert "srun" not in done.stderr, f"the job launches without job.sh:\n{done.stderr}"
-    assert "slurm/job.sh: No such file" in done.stderr, f"no word of job.sh:\n{done.stderr}"
-
-
-@pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(file):
     """It kills its processes when its own limit is over, Slurm when the time limit is."""
     text = file.read_text()

@@ -203,8 +203,6 @@ GIVEN = {
                       task(1, 1, "none", TORCHRUN.format(1, 1)), nodes="c13"),
     "gres": Given("--nodes=2 -c2 --gres=gpu:2 slurm/cifar10.sbatch",
                   f"python: /.*/show/bin/python|{task(2, 1, '0,1', TORCHRUN.format(2, 2))}", 3),
-    "tasks": Given("--ntasks-per-node=2 -c1 --gpus-per-node=0 slurm/cifar10.sbatch",
-                   task(2, 1, "none", TORCHRUN.format(1, 2))),
     "uneven nodes": Given("--exclusive --nodes=2 -c1 slurm/cifar10.sbatch",
                           task("[12]", 1, "0,1", TORCHRUN.format(2, 2)), 2, nodes="c8,c12"),
     "in srun": Given(f"{SMALL} slurm/cpu.sbatch", task(2, 1, "none", TORCHRUN.format(1, 2)),
@@ -255,7 +253,7 @@ def test_tasks_are_given(lab, given_jobs, name):
 
 def test_jobs_of_a_node_use_other_ports(lab, given_jobs):
     ports = {}
-    for name in ("torchrun", "gres", "tasks"):
+    for name in ("torchrun", "gres"):
         lab.wait_for_state(given_jobs[name], "FAILED")
         ports[name] = re.search(r"--rdzv-endpoint=\S*:(\d+)", tasks_of(lab, given_jobs[name]))[1]
     assert len(set(ports.values())) == len(ports), f"jobs would meet at the same port: {ports}"
