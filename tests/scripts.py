@@ -42,7 +42,7 @@ SCRIPTS = {
         several_processes=False,
     ),
     "cifar10_ddp": Script(
-        learn=("--fake-data", 384, "--lr", 0.3, "--global-batch", 12),
+        learn=("--fake-data", 256, "--image-size", 16, "--lr", 0.3, "--global-batch", 12),
         learned=("val_accuracy", 0.6),
         header="world size {nproc} on cpu | resnet18 | global batch 12 ",
         start=("torchrun", 2),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from launchers import Job, clean_environment
-from scripts import ROOT, SCRIPTS, code_blocks, load_script, name_of
+from scripts import ROOT, SCRIPTS, STEP_SCRIPTS, code_blocks, load_script, name_of
 from torch.distributed.run import get_args_parser
 
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("*/*.md")])
@@ -85,10 +85,15 @@ def results(line):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_command_prints_what_its_page_shows(script):
-    """But for speeds, and for results on CPUs that round otherwise. The first line is exact."""
+    """The first line is exact, results nearly so: CPUs round differently.
+
+    Of cifar10_ddp, whose epochs take long, the first epoch.
+    """
     page = ROOT / script / "README.md"
     shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", page.read_text(),
                       re.MULTILINE | re.DOTALL)[1]
+    epochs = re.findall(r"^(epoch \d+/\d+  )(?!step)(.*)", shown, re.MULTILINE)
+    epochs = epochs[:1] if script in STEP_SCRIPTS else epochs
     processes = re.match(r"world size (\d)|", shown)[1] or "1"
     (command,) = [command for command in commands(page) if f"{script}/train.py" in command and
                   "sbatch" not in command and "--checkpoint" not in command and
@@ -98,16 +103,15 @@ def test_a_command_prints_what_its_page_shows(script):
         command += " --fake-data --epochs 2"
     env = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     with Job(["bash", "-c", command], env, ROOT) as job:
-        status, text = job.result(timeout=900)
-    assert status == 0, f"{command} ends with status {status}:\n{text}"
+        job.wait_for(f"^{epochs[-1][0]}(?!step).*\n")
+        text = job.text
 
     def first_line(text):
         line = re.search(r"^(?:world size|GPUs) .*", text, re.MULTILINE)[0]
         return re.sub(r"(threads|torch) \S+", r"\1", line)
 
     assert first_line(text) == first_line(shown), f"{page} shows another first line"
-    printed = {line.split("  ")[0]: line for line in text.splitlines()}
-    for line in re.findall(r"^epoch \d+/\d+  (?!step).*", shown, re.MULTILINE):
-        found = printed.get(line.split("  ")[0], "")
-        assert results(line) == pytest.approx(results(found), rel=0.1, abs=0.02), (
-            f"{page} shows\n{line}\nbut {command} prints\n{text}")
+    for epoch, expected in epochs:
+        found = re.search(f"^{epoch}(?!step).*", text, re.MULTILINE)[0]
+        assert results(found) == pytest.approx(results(expected), rel=0.1, abs=0.02), (
+            f"{page} shows\n{epoch}{expected}\nbut {command} prints\n{text}")

@@ -1,9 +1,24 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT-0
-# Fill in a template from environment variables, which ../README.md lists, and print it.
-# The values that it used appear on stderr. After an error, nothing is printed.
+# Fill in a template from environment variables, and print it. The values that it used appear on
+# stderr. After an error, nothing is printed.
 #
 # usage: IMAGE_URI=NAME CLAIM_NAME=NAME bash render.sh TEMPLATE > my-job.yaml
+#
+#   IMAGE_URI         the image
+#   CLAIM_NAME        the claim, mounted at /fsx
+#   SCRIPT            cpu_ddp: folder of the script, my for my/train.py
+#   JOB_NAME          as SCRIPT, cpu-ddp: name of the job and of the checkpoint /fsx/JOB_NAME.pt.
+#                     Use a different one for each training
+#   ARGS              flags of the script: "--epochs=100 --lr=0.01"
+#   NUM_NODES         2: pods. mnist_dp always has one
+#   CPU_PER_NODE      1: CPUs of a pod, fewer than `allocatable`, for example 3 on a node of 4
+#   GPU_PER_NODE      0: GPUs of a pod, by NVIDIA's device plugin
+#   WORKERS_PER_NODE  one per GPU, else one per CPU: processes of a pod. In synthetic_ddp, the
+#                     number of processes in all pods must divide --global-batch
+#   MEMORY_PER_NODE   4Gi per process: memory of a pod, with /dev/shm
+#   RDZV_BACKEND      c10d: or etcd, for a PyTorchJob, see etcd.yaml
+#
 # shellcheck disable=SC2034  # the template uses them
 set -euo pipefail
 
@@ -57,7 +72,7 @@ used=()
 while [[ $template =~ [$]([A-Z][A-Z0-9_]*) ]]; do
     name=${BASH_REMATCH[1]}
     if [[ -z ${!name:-} && $name != ARGS && $name != CHECKPOINT ]]; then
-        echo "error: export $name, see containers/README.md" >&2
+        echo "error: export $name, see the first lines of render.sh" >&2
         exit 1
     fi
     manifest+=${template%%"\$$name"*}${!name}
