@@ -15,7 +15,6 @@ import pytest
 from scripts import ROOT
 
 FOLDER = ROOT / "containers/kubernetes"
-README = (ROOT / "containers/README.md").read_text()
 ETCD = {"RDZV_BACKEND": "etcd"}
 # The templates of the table of fields, and what is exported for them.
 TEMPLATES = {"job": {}, "pytorchjob": {}, "pytorchjob with etcd": ETCD, "trainjob": {}}
