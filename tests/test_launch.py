@@ -136,8 +136,7 @@ def fast_model(script):
     return ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
 
 
-STOPS = [("synthetic_ddp", "torchrun", "SIGTERM"), ("cifar10_ddp", "torchrun", "Ctrl-C"),
-         ("cifar10_ddp", "torchrun", "SIGKILL"),
+STOPS = [("cifar10_ddp", "torchrun", "Ctrl-C"), ("cifar10_ddp", "torchrun", "SIGKILL"),
          *[(script, "spawn", way) for script in SPAWNING
            for way in ("SIGTERM", "Ctrl-C", "SIGKILL")]]
 
