@@ -490,7 +490,7 @@ def cancelled(lab):
     steps = 0
     for number, command in enumerate(["scontrol requeue", "scancel"], start=1):
         lab.wait_for(job, f"training in start {number}", lambda: re.search(
-            r" step [1-9]", "".join(lab.output(job).split("\npython: /")[number:])))
+            "^epoch .* step ", "".join(lab.output(job).split("\npython: /")[number:]), re.M))
         lab.sh(f"{command} {job}")
         lab.wait_for(job, f"saved in start {number}", lambda: steps_saved() > steps)
         steps = steps_saved()
