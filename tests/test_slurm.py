@@ -29,7 +29,7 @@ ONE_CORE = "--cpus-per-task=1"
 TWO_CORES = "--cpus-per-task=2 --gpus-per-node=0"
 SMALL = "--cpus-per-task=2 --nodes=1"
 LINEAR = "--epochs 2 --samples 256"
-ENDLESS = "--epochs 99 --fake-data 4096 --global-batch 4 --save-every 99"
+ENDLESS = "--epochs 99 --fake-data 4096 --global-batch 4 --save-every 99 --log-every 1"
 # 80 epochs of a step of 2 processes, a log line and a checkpoint each.
 LONG = "--epochs 80 --samples 64"
 
