@@ -34,7 +34,6 @@ def loss_and_counts(args, model, images, labels):
 """
 SAVED = 'before "progress = {"'
 RESUMED = 'after "    resume(checkpoint, run, saved, progress)"'
-STEP = 'after "    optimizer.step()"'
 EVALUATED = 'after "results.update(val_results)"'
 EVALUATION = 'instead of "val_results = evaluate("'
 LOSS_CALL = 'instead of "loss, counts = loss_and_counts(args, ddp_model, *batch)"'

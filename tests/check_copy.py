@@ -14,13 +14,12 @@ my.py starts, or a library that writes files without Python, can change these: t
 afterwards that a linked file has changed. This was tried on Linux.
 
 It does not see: later epochs, other samples, GPUs, whether the model learns; results that rank 0
-computes from its share and only logs; files that all ranks write; the names (module.) in a
-file that my.py saves by itself; an optimizer.step() after several batches, each with zero_grad().
+computes from its share and only logs; files that all ranks write; the names (module.) in a file
+that my.py saves by itself; an optimizer.step() after several batches, each with zero_grad(); equal
+weights of a share's unequal parts (cifar10_ddp).
 
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
 """
-import collections
-import contextlib
 import math
 import os
 import pathlib
@@ -31,7 +30,7 @@ import tempfile
 
 import scratch
 
-TRAINING_SAMPLES, VAL_SAMPLES = 54, 23  # 3 steps of 16 samples in an epoch; 6 are left out
+TRAINING_SAMPLES, VAL_SAMPLES = 54, 23  # 3 steps in an epoch, and samples that are left out
 WAIT = 60  # seconds: a process that computes nothing for longer waits for another
 
 
@@ -43,18 +42,14 @@ def main():
         print(__doc__)
         return 0 if sys.argv[1:] else 2
     path = os.path.realpath(sys.argv[1])
-    reason = why_not(path)
-    if reason:
-        skip(sys.argv[1], reason)
+    if why_not(path):
+        skip(sys.argv[1], why_not(path))
         return 2
+    # Paths of sockets of loader processes (44 more characters here) have 103 at most
+    short = "/tmp" if len(os.path.realpath(tempfile.gettempdir())) > 59 else None
     try:
-        with contextlib.ExitStack() as ends:
-            # Paths of sockets of loader processes (44 more characters here) have 103 at most
-            short = "/tmp" if len(os.path.realpath(tempfile.gettempdir())) > 59 else None
-            folder = ends.enter_context(tempfile.TemporaryDirectory(dir=short,
-                                                                    ignore_cleanup_errors=True))
-            servers = scratch.Servers(folder)
-            ends.callback(servers.end)
+        with tempfile.TemporaryDirectory(dir=short, ignore_cleanup_errors=True) as folder, \
+                scratch.Servers(folder) as servers:
             return compare(servers, os.path.realpath(folder), path, sys.argv[2:])
     except KeyboardInterrupt:
         skip("the rest", "interrupted")
@@ -66,9 +61,8 @@ def why_not(path):
     if not os.path.isfile(path):
         return "there is no such file"
     text = pathlib.Path(path).read_text(errors="replace")
-    for name in ("parse_args", "load_data", "train"):
-        if name not in text:
-            return f"it has no {name}, so it is no copy of a DDP script of this collection"
+    if not all(name in text for name in ("parse_args", "load_data", "train")):
+        return "it is no copy of a DDP script of this collection"
     if re.search(r"def (loss_and_correct|results_of|restore|check_weights)\(", text):
         return "it is a copy of an older version: use the check_copy.py of its version"
     return ""
@@ -79,11 +73,12 @@ def compare(servers, folder, path, flags):
     said.clear()
     notes.clear()
     mirror, common = make_mirror(folder, path, flags)
-    seen, problems = train_copies(servers, folder, common)
+    seen, problems = train_copies(servers, common)
     if seen and check_data(seen, problems):
         for promise in (check_leak, check_ends, check_ranks, check_loss, check_steps,
                         check_evaluation, check_resume):
-            promise(seen, problems)
+            if "two" in seen or promise not in (check_ranks, check_steps, check_evaluation):
+                promise(seen, problems)
     changed = mirror.changed()
     if changed:
         notes.append("these linked files have changed during the check, by a program, or by a "
@@ -98,35 +93,31 @@ def make_mirror(folder, path, flags):
     mirror, folders = scratch.mirror_folders(folder, os.path.dirname(path))
     names = [os.path.relpath(path) for path in mirror.linked]
     links = f"and links to {len(names)} ({some(names)})" if names else "and no links"
+    # Of 15 samples, two processes have 8 and 7: a loss without its weight is noticed
+    text = pathlib.Path(path).read_text(errors="replace")
+    equal_shares = re.search(r"global_batch\s*(//|%)|int\(args\.global_batch", text)
+    batch = 16 if equal_shares else 15
     print(f"""\
-Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of 16 samples, of
-{TRAINING_SAMPLES} training samples, and of {VAL_SAMPLES} validation samples if there are any.
+Training {sys.argv[1]} on CPUs, at first on one process: two epochs of 3 steps of {batch} samples
+each, of {TRAINING_SAMPLES} training samples, and {VAL_SAMPLES} validation samples if there are any.
 It works in a temporary folder, with copies of {mirror.copied} of your files {links}. What Python
 would write to a link, to an absolute path or to ~ is refused. A program that it starts, or a
 library that writes without Python, can change these.""", flush=True)
     return mirror, {**folders, "folder": folder, "path": path, "flags": flags,
-                    "samples": [TRAINING_SAMPLES, VAL_SAMPLES]}
+                    "global_batch": batch, "samples": [TRAINING_SAMPLES, VAL_SAMPLES]}
 
 
-def train_copies(servers, folder, common):
+def train_copies(servers, common):
     """Return what is seen in each job (a Record of watch_copy.py for each rank), by its name.
 
     Return also how the other jobs ended. No job: the copy cannot be checked.
     """
-    def job(kind, name, size=1, **more):
-        root = more.get("root", name)
-        if not os.path.exists(f"{folder}/{root}"):
-            scratch.clone(f"{folder}/base", f"{folder}/{root}")
-        return {"kind": kind, "name": name, "size": size, "root": root, **more}
-
-    def do(*jobs, **limits):
-        return servers.do(jobs, **common, **limits)
-
-    first = {"wait": 900, "limit": 1800}
-    seen, problems = do(job("Preparation", "preparation", root="base"), **first)
+    jobs = [{"kind": "Preparation", "name": "preparation", "root": "base"}]
+    seen, problems = servers.do(jobs, **common, wait=900, limit=1800)
     if not problems:
         common["args"] = seen["preparation"][0].args
-        seen, problems = do(job("Training", "one"), job("Data", "data", server=1), **first)
+        jobs = [{"kind": "Training", "name": "one"}]
+        seen, problems = servers.do(jobs, **common, wait=900, limit=1800)
     for end in problems.values():
         reason = ("it would change a file at an absolute path, in ~, or one that is linked. Open "
                   "data for reading alone, and write to new files at relative paths"
@@ -143,11 +134,14 @@ def train_copies(servers, folder, common):
     steps = len(one.steps)
     stop = max(min(steps * 2 // 3, steps - 2), steps // 2 + 1)  # in the second epoch
     wait = WAIT + one.seconds
-    others, problems = do(
-        job("Training", "two", 2), job("Data", "data of two", 2),
-        job("Gradients", "gradients of two", 2), job("Loss", "loss"), job("Gradients", "gradients"),
-        job("Stop", "stopped", server=1, stop=stop),
-        job("Training", "resumed", server=1, root="stopped"), wait=wait, limit=4 * wait)
+    jobs = [{"kind": "Data", "name": "data", "size": 2},
+            {"kind": "Training", "name": "two", "size": 2},
+            {"kind": "Gradients", "name": "gradients of two", "size": 2},
+            {"kind": "Gradients", "name": "gradients"},
+            {"kind": "Loss", "name": "loss"},
+            {"kind": "Stop", "name": "stopped", "server": 1, "stop": stop},
+            {"kind": "Training", "name": "resumed", "server": 1, "root": "stopped"}]
+    others, problems = servers.do(jobs, **common, wait=wait, limit=4 * wait)
     return {**seen, **others}, problems
 
 
@@ -192,14 +186,14 @@ CALLS = "Call ddp_model(...) in training, and in the loss model(...), no method 
 
 
 def check_data(seen, problems):
-    """Compare what load_data() returns in three processes. Return whether it is the same."""
+    """Compare what load_data() returns in two processes. Return whether it is the same."""
     promise = "all processes, and all starts, load the same data"
-    of_all = [[(part["size"], part["samples"]) for part in rank.data]
-              for rank in seen["data"] + seen.get("data of two", [])]
-    if len(of_all) < 3 or not of_all[0]:
-        skip(promise, problems.get("data of two", "load_data() returns no data set, no tensors"))
+    if "data" not in seen or not seen["data"][0].data:
+        skip(promise, problems.get("data", "load_data() returns no data set, no tensors"))
         return True
-    same = check(promise, of_all[0] == of_all[1] == of_all[2],
+    first, second = ([(part["size"], part["samples"][:20]) for part in rank.data]
+                     for rank in seen["data"])
+    same = check(promise, first == second,
                  "they load other samples. Sort what comes from a set or a folder, seed what is "
                  "random (random, numpy, pandas, scikit-learn), use no hash() of strings, and load "
                  "all samples on all ranks")
@@ -211,23 +205,21 @@ def check_data(seen, problems):
 def check_leak(seen, problems):
     """Look for validation samples among the training samples."""
     promise = "no validation sample is a training sample"
-    sets = [part for part in seen["data"][0].data if part["size"]][:2]
+    sets = [(part["size"], part["samples"]) for rank in seen.get("data", [])[:1]
+            for part in rank.data if part["size"]]
     if len(sets) < 2:
         skip(promise, "load_data() does not return two sets with samples")
         return
-    training, validation = (part["read"] for part in sets)
-    different, samples = {*validation}, sets[0]["size"]
+    (samples, training), (others, validation) = sets[:2]
+    different = {*validation}
     both = different & {*training}
     of_all = len(both) / len(different) * samples / len(training)
-    once = [*collections.Counter(training).values()].count(1)
-    by_chance = 1 - once / len(training)  # in a table of few values
+    unique = len({*training}) / len(training)  # less in a table of few values
     counts = f"{len(both)} of {len(different)} different validation samples are training samples"
-    if len(training) < samples or len(validation) < sets[1]["size"]:
-        promise += (f" ({len(validation)} of {sets[1]['size']} and {len(training)} of {samples} "
-                    "are read)")
-    if len(both) > 2 and of_all > 0.5 + by_chance:
-        check(promise, False, f"{counts}. Draw both sets in one call, from one split, and repeat "
-              "samples after it")
+    if len(training) < samples or len(validation) < others:
+        promise += f" ({len(validation)} of {others} and {len(training)} of {samples} are read)"
+    if len(both) > 2 and of_all > 0.5 and unique > 0.9:
+        check(promise, False, f"{counts}. Draw both sets in one call, from one split")
     elif both:
         notes.append(f"{counts}. If they are not equal by nature, divide the data before you "
                      "repeat or transform samples")
@@ -239,109 +231,94 @@ def check_ends(seen, problems):
     """Say whether two processes train to the end."""
     end = problems.get("two", "")
     remedy = ("make the same calls of torch.distributed on all ranks, none below `if rank == 0`, "
-              "let all end a loop together, and use all layers (one that is left out at random "
-              "needs DDP(..., find_unused_parameters=True)):"
+              "let all end a loop together, and use all layers (or DDP(..., "
+              "find_unused_parameters=True)):"
               if re.search("waits in|has ended|[Cc]onnection", end) else "they end with an error:")
     check("two processes train to the end", "two" in seen, remedy + end)
 
 
 def check_ranks(seen, problems):
     """Compare weights, and the rest of what is saved, on two processes at their end."""
-    if "two" in seen:
-        first, second = (rank.state for rank in seen["two"])
-        different = [name for name in first if first[name] != second.get(name)]
-        check("all processes have the same weights at the end, and save the same", not different,
-              f"these differ: {some(different)}. {CALLS}; wrap each model in DDP; set "
-              "requires_grad in build_model; compute what you save from results of all ranks")
+    first, second = (rank.state for rank in seen["two"])
+    different = [name for name in first if first[name] != second.get(name)]
+    check("all processes have the same weights at the end, and save the same", not different,
+          f"these differ: {some(different)}. {CALLS}; wrap each model in DDP; set requires_grad "
+          "in build_model; compute what you save from results of all ranks")
 
 
 def check_loss(seen, problems):
     """Look whether the loss is a mean, by the losses of 10 samples, of 3 and 7 of them."""
     promise = "the loss is a mean over the samples"
-    found = seen["loss"][0].loss if "loss" in seen else {}
-    sums = [loss["losses"] for loss in found.values() if is_sum(*loss["losses"], loss["varies"])]
-    no_mean = modes_without_mean(seen)
-    if not found:
+    kinds = kinds_of_loss(seen)
+    for mode in [mode for mode, kind in kinds.items() if kind in ("sum", "other")][:1]:
+        ten, three, seven = seen["loss"][0].loss[mode]["losses"]
+        numbers = (f"in {mode}, the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of "
+                   f"them are {three:.4g} and {seven:.4g}. ")
+        if kinds[mode] == "sum":
+            check(promise, False, f"{numbers}Return a mean over the samples, not a sum, without a "
+                  "factor for their number")
+        else:
+            notes.append(f"{numbers}It depends on how a batch is divided among the processes. See "
+                         "Loss and metrics in synthetic_ddp/make-it-yours.md: class weights, "
+                         "ignored tokens, pairs, and shapes that broadcast")
+        return
+    if not kinds:
         skip(promise, problems.get("loss", "it is not called for 10 samples or more, by its name, "
                                    "with a model and tensors of a row for each sample"))
-    elif sums:
-        ten, three, seven = sums[0]
-        check(promise, False, f"the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of "
-              f"them are {three:.4g} and {seven:.4g}. Return a mean over the samples, not a sum, "
-              "without a factor for their number")
-    elif no_mean:
-        ten, three, seven = found[no_mean[0]]["losses"]
-        notes.append(f"in {no_mean[0]}, the loss of 10 samples is {ten:.4g}, and the mean of the "
-                     f"losses of 3 and 7 of them is {(3 * three + 7 * seven) / 10:.4g}. So it "
-                     "depends on how a batch is divided among the processes. For class weights, "
-                     'use reduction="none" and .mean(); for ignored tokens, see synthetic_ddp/'
-                     "make-it-yours.md; for a loss of pairs, gather them from all ranks; compute "
-                     "no statistics of a batch; look for shapes that broadcast: (N, 1) and (N,)")
-    elif found["evaluation"]["varies"]:
+    elif kinds["evaluation"] == "random":
         skip(promise, "it draws random numbers in eval()")
     else:
         check(promise, True, "")
 
 
-def is_sum(ten, three, seven, varies):
-    """Return whether a loss is a sum, or a mean that is divided by the number of samples."""
-    tolerance = 1e-2 if varies else 1e-3
-    return ten and (math.isclose(ten, three + seven, rel_tol=tolerance)
-                    or math.isclose(100 * ten, 9 * three + 49 * seven, rel_tol=tolerance))
-
-
-def modes_without_mean(seen):
-    """Return in which modes the loss is no mean over the samples, as far as this is known."""
-    found = seen["loss"][0].loss if "loss" in seen else {}
-    modes = []
-    for mode, loss in found.items():
+def kinds_of_loss(seen):
+    """Return by mode (evaluation, training): the loss is a mean, a sum, random, or other."""
+    kinds = {}
+    for mode, loss in (seen["loss"][0].loss.items() if "loss" in seen else ()):
         ten, three, seven = loss["losses"]
-        if not loss["varies"] and not math.isclose((3 * three + 7 * seven) / 10, ten,
-                                                   rel_tol=tolerance_of(seen), abs_tol=1e-6):
-            modes.append(mode)
-    return modes
-
-
-def tolerance_of(seen):
-    """Return the relative difference that rounding makes."""
-    return 2e-2 if seen["one"][0].rounds else 1e-3
+        tolerance = 1e-2 if loss["varies"] else seen["one"][0].tolerance
+        if ten and (math.isclose(ten, three + seven, rel_tol=tolerance)  # or divided once more
+                    or math.isclose(100 * ten, 9 * three + 49 * seven, rel_tol=tolerance)):
+            kinds[mode] = "sum"
+        elif loss["varies"]:
+            kinds[mode] = "random"
+        else:
+            mean = math.isclose(10 * ten, 3 * three + 7 * seven, rel_tol=tolerance, abs_tol=1e-5)
+            kinds[mode] = "mean" if mean else "other"
+    return kinds
 
 
 def check_steps(seen, problems):
     """Compare the steps of one and two processes: their number, samples, rates and gradients."""
-    if "two" not in seen:
-        return
     promise = "one and two processes make the same steps: samples, rates and gradients"
     one, first, second = seen["one"][0].steps, seen["two"][0].steps, seen["two"][1].steps
     say_the_order(one)
     sizes = [len(steps[0]["rows"]) if steps else 0 for steps in (one, first, second)]
+    same_samples = compare_samples(one, first, second)
+    different, unknown = compare_gradients(seen)
+    no_mean = kinds_of_loss(seen).get("evaluation", "mean") != "mean"
     if len(one) != len(first) or sizes[0] != sizes[1] + sizes[2]:
         check(promise, False, f"one process makes {len(one)} steps, the first of {sizes[0]} "
               f"samples; two make {len(first)}, of {sizes[1]} + {sizes[2]} samples. Divide each "
               "batch among the processes: a share of the samples for each rank (by "
               "DistributedSampler, in place of shuffle=True), and global_batch / world_size of it")
-        return
-    same_samples = compare_samples(one, first, second)
-    if same_samples is False:
+    elif same_samples is False:
         check(promise, False, "the samples differ. Let the order depend on seed and epoch alone, "
               f"and the share on the rank, not the local rank. {SAMPLES}")
-        return
-    if not all(math.isclose(*pair, rel_tol=1e-3) for steps in zip(one, first)
-               for pair in zip(*(step["rates"] for step in steps))):
+    elif not all(math.isclose(*pair, rel_tol=1e-3) for steps in zip(one, first)
+                 for pair in zip(*(step["rates"] for step in steps))):
         check(promise, False, "rates or other options of the optimizer differ. Compute them from "
               "the global batch, and call a scheduler's step() on all ranks")
-        return
-    different, unknown = compare_gradients(seen)
-    if different and not unknown:
-        unknown = ("random transforms or padding differ" if same_samples is None else
-                   "the loss is no mean over the samples" if modes_without_mean(seen) else
-                   "the loss draws random numbers in eval()" if "loss" in seen
-                   and seen["loss"][0].loss["evaluation"]["varies"] else "")
-    if unknown:
+    elif different and (same_samples is None or no_mean):
+        skip(promise, "of the gradients: random transforms, padding or the loss make them differ")
+    elif unknown:
         skip(promise, f"of the gradients: {unknown}")
     else:
-        check(promise, not different, f"these gradients differ: {some([*different])}. "
-              f"{remedy_of_gradients([*different.values()])}")
+        check(promise, not different, f"these gradients differ: {some(different)}. Multiply each "
+              "loss by its weight, len(batch[0]) * world_size / global_batch (in synthetic_ddp, by "
+              f"nothing). {CALLS}; call zero_grad() once, before the parts, and clip after the "
+              "last; compute class weights and statistics from all samples; draw random numbers of "
+              "torch, not of numpy or random; keep no state in attributes")
 
 
 def say_the_order(steps):
@@ -374,121 +351,98 @@ def compare_samples(one, first, second):
 
 
 def compare_gradients(seen):
-    """Return the ratios of norms that differ, by name, and why they cannot be compared, or ''.
+    """Return which gradients differ in their norms, and why they cannot be compared, or ''.
 
     First as they are in training, then in evaluation mode: without dropout and BatchNorm.
     """
-    for names, unknown in ((("one", "two"), "the optimizer computes them itself"),
-                           (("gradients", "gradients of two"), "the model has none in eval()")):
+    for names, unknown in (
+            (("one", "two"), "the optimizer computes them itself"),
+            (("gradients", "gradients of two"), "they cannot be computed in eval()")):
         norms, others = (first_norms(seen[name][0].steps) if name in seen else {}
                          for name in names)
         if not any(norms.values()) or not others:
-            return {}, unknown
+            return [], unknown
         least = 1e-4 * math.hypot(*norms.values()) / math.sqrt(len(norms))  # or rounding
-        ratios = {place[0]: others.get(place, 0.0) / value if value else math.inf
-                  for place, value in norms.items()
-                  if abs(value - others.get(place, math.inf)) >
-                  tolerance_of(seen) * max(value, least)}
-        if not ratios:
+        different = {place[1]: f"{place[1]} (on two, {others.get(place, 0.0):.3g} for {norm:.3g})"
+                     for place, norm in norms.items() if abs(norm - others.get(place, math.inf)) >
+                     seen["one"][0].tolerance * max(norm, least)}
+        if not different:
             break
-    return ratios, ""
+    return [*different.values()], ""
 
 
 def first_norms(steps):
-    """Return the norms of gradients in their first two steps, by (name, 0 or 1).
-
-    By chance, the shares of one step may be alike.
-    """
-    norms = {}
-    for step in steps:
-        for name, norm in step["norms"].items():
-            number = 1 if (name, 0) in norms else 0
-            norms.setdefault((name, number), norm)
-    return norms
-
-
-def remedy_of_gradients(ratios):
-    if ratios and abs(ratios[0] - 1) > 0.1 and all(
-            math.isclose(ratio, ratios[0], rel_tol=1e-2) for ratio in ratios):
-        return (f"On two processes, they are {ratios[0]:.3g} times as large. Multiply each loss by "
-                "len(batch[0]) * world_size / global_batch before backward() (in synthetic_ddp, by "
-                "nothing)")
-    return (f"{CALLS}; call zero_grad() once, before the parts, and clip after the last; compute "
-            "class weights and statistics from all samples; draw random numbers of torch in the "
-            "loss and in build_model, not of numpy or random; keep no state in attributes")
+    """Return norms of gradients by step and name: of four, as shares may be alike by chance."""
+    return {(number, name): norm for number, step in enumerate(steps[:4])
+            for name, norm in step["norms"].items()}
 
 
 def check_evaluation(seen, problems):
     """Compare the validation results of the same weights on one and two processes."""
     promise = "the same weights have the same validation results on one and two processes"
-    found = [seen[name][0].evaluations[:1] for name in ("one", "two") if name in seen]
+    found = [seen[name][0].evaluations[:1] for name in ("one", "two")]
     if not all(found) or not found[0][0]["results"]:
         skip(promise, "no evaluate() is called in two epochs, or there are no samples")
         return
-    if "two" not in seen:
-        return
     [one], [two] = found
-    mean = "evaluation" not in modes_without_mean(seen)
-    pairs = [*zip(two["results"], one["results"])][not mean:]  # the loss has a note of its own
-    same = all(math.isclose(*pair, rel_tol=2 * tolerance_of(seen), abs_tol=1e-6)
+    no_mean = kinds_of_loss(seen).get("evaluation", "mean") != "mean"
+    pairs = [*zip(two["results"], one["results"])][no_mean:]  # the loss has a note of its own
+    same = all(math.isclose(*pair, rel_tol=2 * seen["one"][0].tolerance, abs_tol=1e-6)
                or str(pair[0]) == str(pair[1]) for pair in pairs)  # NaN is not equal to NaN
     if one["dropout"]:
         check(promise, False, "dropout is active. Call model.eval() in evaluate()")
     elif one["draws"]:
         skip(promise, "the evaluation draws random numbers. Unless it must, give F.dropout "
              "training=self.training, and augment images only if model.training")
-    elif not mean and not (same and pairs):
+    elif no_mean and not (same and pairs):
         skip(promise, "the loss is no mean over the samples: what each rank computes depends on "
              "its batches")
     else:
-        on_two, on_one = (", ".join(f"{number:.6g}" for number in found["results"])
-                          for found in (two, one))
-        check(promise, same, f"{on_two} on two, {on_one} on one. Evaluate each sample once: let "
-              "each rank take its share, without drop_last, and return the results of the sums "
-              "over all ranks. Return counts as sums, not as means of a batch. Call "
-              "model.eval(). Draw no random numbers for these samples. "
-              "Compute F1, a correlation, class weights and statistics from counts or outputs of "
-              "all samples, not from a batch or a rank's share")
+        check(promise, same, f"{two['results']} on two, {one['results']} on one. Evaluate each "
+              "sample once: let each rank take its share, without drop_last, and return the "
+              "results of the sums over all ranks. Return counts as sums, not as means of a batch. "
+              "Call model.eval(). Draw no random numbers for these samples. Compute F1, a "
+              "correlation, class weights and statistics from counts or outputs of all samples")
 
 
 def check_resume(seen, problems):
     """Compare a run that is stopped in its second epoch, and resumed, with one that is not."""
     promise = "a stopped and resumed run ends with the same numbers"
     one = seen["one"][0]
+    stopped, resumed = (seen[name][0] if name in seen else None for name in ("stopped", "resumed"))
     if not one.saved:
         skip(promise, "nothing is saved in the file of --checkpoint")
-        return
-    if "stopped" in seen and not seen["stopped"][0].stopped:
-        if len(one.steps) < 5:
-            skip(promise, f"two epochs have only {len(one.steps)} steps")
-        else:
-            check(promise, False, "SIGTERM does not stop the run, although it is received")
-        return
-    if "resumed" not in seen:
+    elif stopped and not stopped.stopped and len(one.steps) < 5:
+        skip(promise, f"two epochs have only {len(one.steps)} steps")
+    elif stopped and not stopped.stopped:
+        check(promise, False, "SIGTERM does not stop the run, although it is received")
+    elif not resumed:
         check(promise, False, f"the resumed run does not end{problems['resumed']}")
-        return
-    resumed = seen["resumed"][0]
-    if not resumed.found_file:
+    elif not resumed.found_file:
         check(promise, False, "a run that is stopped in its second epoch has saved nothing. Save "
               f"after each epoch{problems.get('stopped', '')}")
-        return
-    if len(resumed.steps) >= len(one.steps):
+    elif len(resumed.steps) >= len(one.steps):
         check(promise, False, f"the resumed run makes all {len(one.steps)} steps again. Load the "
               "file of --checkpoint by resume(), count in progress, and let errors end the run")
-        return
+    else:
+        different = compare_ends(one, resumed)
+        check(promise, not different, f"these differ: {some(different)}. Put what must survive a "
+              "stop into saved or progress, before resume() is called: models, optimizers, "
+              "schedulers, averages, counters; register a queue as a buffer. Load no other weights "
+              "after it. Call model.train() after an evaluation of your own, and zero_grad() "
+              f"before each step. {SAMPLES}")
+
+
+def compare_ends(one, resumed):
+    """Return the first difference in the last steps of two runs, and those at their ends."""
     steps = zip(one.steps[len(one.steps) - len(resumed.steps):], resumed.steps)
-    different = [f"{name} of step {number} after the resume"
-                 for number, (before, after) in enumerate(steps, 1)
-                 for name in ("rates", "rows", "losses", "norms") if before[name] != after[name]]
-    different = different[:1] + [name for name in one.state
-                                 if one.state[name] != resumed.state.get(name)]
-    results = [str([found["results"] for found in job.evaluations[-1:]]) for job in (one, resumed)]
-    different += ["validation results"] * (results[0] != results[1])
-    check(promise, not different, f"these differ: {some(different)}. Put what must survive a stop "
-          "into saved or progress, before resume() is called: models, optimizers, schedulers, "
-          "averages, counters; register a queue as a buffer. Load no other weights after it. Call "
-          "model.train() after an evaluation of your own, and zero_grad() before each step. "
-          f"{SAMPLES}")
+    of_steps = [f"{name} of step {number} after the resume"
+                for number, (before, after) in enumerate(steps, 1)
+                for name in ("rates", "rows", "losses", "norms") if before[name] != after[name]]
+    ends = [{**run.state, "validation results": str([found["results"] for found in
+                                                     run.evaluations[-1:]])}
+            for run in (one, resumed)]
+    return of_steps[:1] + [name for name in ends[0] if ends[0][name] != ends[1].get(name)]
 
 
 if __name__ == "__main__":

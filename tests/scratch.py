@@ -9,8 +9,10 @@ refuses what Python would write through a link, or outside the temporary folder.
 import argparse
 import collections
 import contextlib
+import dataclasses
 import errno
 import faulthandler
+import importlib.util
 import json
 import linecache
 import os
@@ -24,14 +26,38 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 
 SMALL, IN_ALL = 2**20, 16 * 2**20  # bytes: larger files are linked, and all that exceed the sum
-MANY, MOST = 1000, 20000  # entries of a folder, above which its files are linked; of all folders
+MOST = 10000  # entries in all folders, above which folders are linked
 
 
 # ---- Processes ----
-class Servers:
+@dataclasses.dataclass
+class Record:
+    """What is seen in one process of one job. Digests are texts."""
+    # Of each step of an optimizer: rates (and its other options), norms of the gradients by name,
+    # and of the calls of the loss before it: losses, rows (digests of a sample, and of each of its
+    # parts), and shapes (of a sample's parts)
+    steps: list = dataclasses.field(default_factory=list)
+    # Of each call of evaluate(): results, whether random numbers are drawn in it (draws), and
+    # whether a layer of dropout is in training mode (dropout)
+    evaluations: list = dataclasses.field(default_factory=list)
+    # Of each data set: size, and digests of 20 samples, and of more that are read in time
+    data: list = dataclasses.field(default_factory=list)
+    # Of each mode (evaluation, training): losses of 10 samples, of the first 3 and the other 7, and
+    # whether it varies: random numbers are drawn, or buffers change (of BatchNorm, by the batch)
+    loss: dict = dataclasses.field(default_factory=dict)
+    # Digests of trained weights, and of what else is in saved and progress, at the end
+    state: dict = dataclasses.field(default_factory=dict)
+    args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
+    tolerance: float = 1e-3  # of relative differences by rounding
+    found_file: bool = False  # that of --checkpoint, at the start
+    saved: bool = False  # it is there at the end
+    stopped: bool = False  # by SIGTERM
+    seconds: float = 0.0
+
+
+class Servers(contextlib.AbstractContextManager):
     """Two interpreters that train copies (watch_copy.py): as on two machines, of a rank each."""
 
     def __init__(self, folder):
@@ -50,11 +76,13 @@ class Servers:
     def do(self, jobs, **common):
         """Do the jobs (orders), and return their records and how the others ended, by name."""
         waiting = [[], []]
+        jobs = [{"size": 1, "server": 0, "root": job["name"], **job} for job in jobs]
         for job in jobs:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
+            clone(f"{common['folder']}/base", f"{common['folder']}/{job['root']}")
             for rank in range(job["size"]):
-                number = rank if job["size"] > 1 else job.get("server", 0)
+                number = rank if job["size"] > 1 else job["server"]
                 order = {"stop": 0, "args": {}, **common, **job, "rank": rank, "port": port}
                 waiting[number].append((job["name"], rank))
                 with contextlib.suppress(BrokenPipeError):  # its error is printed
@@ -63,7 +91,7 @@ class Servers:
                     for process, names in zip(self.processes, waiting) for name in names}
         return read_records(jobs, statuses, common["folder"], common["path"])
 
-    def end(self):
+    def __exit__(self, *_):
         for process in self.processes:
             process.terminate()  # it ends what it has started
             process.wait()
@@ -76,8 +104,7 @@ def read_records(jobs, statuses, folder, path):
         names = [f"{folder}/{job['name']}-{rank}" for rank in range(job["size"])]
         files = [pathlib.Path(f"{name}.json") for name in names]
         if all(file.exists() for file in files):
-            seen[job["name"]] = [types.SimpleNamespace(**json.loads(file.read_text()))
-                                 for file in files]
+            seen[job["name"]] = [Record(**json.loads(file.read_text())) for file in files]
         else:
             problems[job["name"]] = "".join(
                 f"\n      rank {rank} "
@@ -116,12 +143,14 @@ def serve(work):
     os.chdir("/")
     sys.path.remove(os.path.dirname(os.path.realpath(__file__)))
     del sys.modules["scratch"]  # the copy may have a module of this name
-    for line in sys.stdin:
-        order = argparse.Namespace(**json.loads(line))
-        pid = os.fork()
-        if not pid:
-            do_order(order, work)
-        print(json.dumps(wait_for(pid, order.limit)), flush=True)
+    with contextlib.suppress(SystemExit):  # of the signal
+        for line in sys.stdin:
+            order = argparse.Namespace(**json.loads(line))
+            pid = os.fork()
+            if not pid:
+                do_order(order, work)
+            print(json.dumps(wait_for(pid, order.limit)), flush=True)
+    os._exit(0)  # at once: an interpreter with PyTorch takes a second to end
 
 
 def wait_for(pid, seconds):
@@ -160,12 +189,22 @@ def do_order(order, work):
         os.chdir(root + order.here)
         sys.argv = [order.path, *order.flags]
         sys.path.insert(0, os.path.dirname(root + order.path))
+        sys.addaudithook(Guard(order.folder).see)
         work(order)
         status = 0
     except BaseException:
         faulthandler.cancel_dump_traceback_later()  # a dump that has begun is completed
         traceback.print_exc()
     os._exit(status)
+
+
+def load(path):
+    """Return the copy as a module."""
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # to pickle its functions and classes
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- The folder ----
@@ -197,7 +236,7 @@ class Mirror:
                     continue
                 if levels and self.takes(entry):
                     queue.append((entry.path, new, levels - 1))
-                elif not os.path.lexists(new) and not self.copy(entry, new, len(entries)):
+                elif not os.path.lexists(new) and not self.copy(entry, new):
                     os.symlink(os.path.realpath(entry.path), new)
                     self.linked[entry.path] = state(entry.path) if entry.is_file() else None
 
@@ -207,11 +246,11 @@ class Mirror:
                 and not os.path.exists(f"{entry.path}/pyvenv.cfg")
                 and os.path.realpath(entry.path) not in {*self.real, os.path.dirname(self.root)})
 
-    def copy(self, entry, new, count):
+    def copy(self, entry, new):
         """Copy a small file to new. Return whether it is copied."""
         try:
             size = entry.stat().st_size
-            if not entry.is_file() or size > min(SMALL, self.room) or count > MANY:
+            if not entry.is_file() or size > min(SMALL, self.room):
                 return False
             shutil.copy2(entry.path, new)
         except OSError:  # it may not be read, or is gone
@@ -255,14 +294,15 @@ def state(path):
 
 
 def clone(root, new):
-    """Make another mirror like the one at root. Large files in it are linked."""
+    """Make another mirror like the one at root, if there is none. Large files are linked."""
     def copy_or_link(path, copy):
         if os.path.getsize(path) > SMALL:
             os.symlink(path, copy)
         else:
             shutil.copy2(path, copy)
 
-    shutil.copytree(root, new, symlinks=True, copy_function=copy_or_link)
+    if not os.path.exists(new):
+        shutil.copytree(root, new, symlinks=True, copy_function=copy_or_link)
 
 
 # ---- What is refused ----
@@ -279,9 +319,9 @@ class Guard:
 
     def __init__(self, folder):
         self.free = [folder, "/dev", "/proc"]
-        sys.addaudithook(self.see)
 
     def see(self, event, arguments):
+        """The hook: raise PermissionError unless what an event changes may be changed."""
         if event == "open" and (arguments[2] or 0) & WRITES:
             self.check(arguments[0], replaces=arguments[2] & os.O_TRUNC)
         for number in OF_FOLDERS.get(event, ()):
@@ -304,10 +344,8 @@ class Guard:
             return
         if not (self.is_free(own) and replaces and os.path.isfile(target)):
             raise PermissionError(errno.EACCES, REFUSED, target)
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another rank has done it
             os.unlink(own)  # the link
-        except FileNotFoundError:  # another rank has done it
-            pass
 
     def is_free(self, path):
         return any(f"{path}/".startswith(f"{place}/") for place in self.free)

@@ -16,21 +16,20 @@ import check_copy
 import pytest
 import scratch
 from check_cases import (EVALUATED, EVALUATION, FLAGS, GAN, HELPER, LOSS_CALL, NO_GUARD, RESUMED,
-                         SAVED, SCENES, SMALL, STEP, above, in_loss, model)
+                         SAVED, SCENES, SMALL, above, in_loss, model)
 from copies import make_copy
 from scripts import ROOT
 
 slow = pytest.mark.slow
-LAST_LINES = {"cpu_ddp": "6 ok, 2 not checked", "synthetic_ddp": "8 ok",
-              "fashionmnist_ddp": "8 ok", "cifar10_ddp": "8 ok"}
+AS_IS = {"cpu_ddp": ([], "6 ok, 2 not checked"), "synthetic_ddp": (["--bf16"], "8 ok"),
+         "cifar10_ddp": (FLAGS["cifar10_ddp"], "8 ok")}
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory):
     """The interpreters of the check. They import PyTorch once for all tests."""
-    servers = scratch.Servers(tmp_path_factory.mktemp("servers"))
-    yield servers
-    servers.end()
+    with scratch.Servers(tmp_path_factory.mktemp("servers")) as servers:
+        yield servers
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def check(servers, tmp_path, monkeypatch):
                                         os.path.realpath("my.py"), [*flags])
         return status, text.getvalue()
 
-    monkeypatch.setattr(check_copy, "WAIT", 20)
+    monkeypatch.setattr(check_copy, "WAIT", 12)
     monkeypatch.chdir(tmp_path)
     return check
 
@@ -64,17 +63,17 @@ def command(*arguments, **variables):
 
 
 @pytest.mark.parametrize("script", [
-    "cpu_ddp", *(pytest.param(script, marks=slow) for script in LAST_LINES if script != "cpu_ddp")])
+    "cpu_ddp", *(pytest.param(script, marks=slow) for script in AS_IS if script != "cpu_ddp")])
 def test_a_script_as_it_is_passes(script, tmp_path, tmp_path_factory, monkeypatch):
+    flags, last_line = AS_IS[script]
     monkeypatch.chdir(tmp_path)
     make_copy(script, "my.py")
     # As in a pod or a notebook: variables of another job. A path that is too long for sockets
-    status, text = command("my.py", *FLAGS.get(script, []), RANK="3", WORLD_SIZE="8",
-                           MASTER_ADDR="nowhere", SLURM_JOB_ID="1", PYTHONHASHSEED="0",
+    status, text = command("my.py", *flags, RANK="3", WORLD_SIZE="8", MASTER_ADDR="nowhere",
+                           SLURM_JOB_ID="1", PYTHONHASHSEED="0",
                            TMPDIR=str(tmp_path_factory.mktemp("long" * 20)))
-    assert status == 0, f"{script} as it is does not pass its check:\n{text}"
-    assert text.endswith(f"\n{LAST_LINES[script]}\n"), (
-        f"{script} as it is: not {LAST_LINES[script]}:\n{text}")
+    assert status == 0 and text.endswith(f"\n{last_line}\n"), (
+        f"{script} as it is does not pass its check, or not by {last_line}: {status}\n{text}")
     assert os.listdir() == ["my.py"], f"the check has written {os.listdir()}"
 
 
@@ -88,48 +87,45 @@ EVALUATIONS = "the same weights have the same validation results on one and two 
 RESUMES = "a stopped and resumed run ends with the same numbers"
 
 SUMS = 'instead of "return sums.results("val_")"'
-CRITIC = (RESUMED, """
-critic = nn.Linear(784, 1)
-critic_optimizer = torch.optim.SGD(critic.parameters(), 0.1)
-args.critic, args.critic_step = critic, critic_optimizer.step""")
-CRITIC_STEP = (STEP, """
-args.critic(batch[0].flatten(1) / 255).square().mean().backward()
-args.critic_step()""")
 # Script, edits, and the line of each promise that is broken
 WRONG = {
-    "five promises": ("fashionmnist_ddp", [
+    "a lost weight, and four more": ("fashionmnist_ddp", [
         above(SMALL), above("""
 def load_data(args):
     (images, labels), _ = fake_images(args.fake_data, (1, 28, 28), args.seed)
     return (images, labels), (images[:128], labels[:128])
-"""), CRITIC, CRITIC_STEP,
+"""), ('instead of "weight = len(batch[0])"', "weight = 1"),
+        (RESUMED, 'progress["of_rank"] = rank'),
         (SUMS, """return {"val_accuracy": float(sums.counts / sums.samples)}"""),
         ('instead of "if rank == 0 and args.checkpoint:"', """
         if rank == 0 and args.checkpoint and epoch == args.epochs - 1:
             states = {name: item.state_dict() for name, item in saved.items()}
             save({**states, "progress": progress, "run": run}, args.checkpoint)""")], [
-        f"{LEAK}: 128 of 128 different", RANKS, f"{STEPS}: these gradients", EVALUATIONS,
-        f"{RESUMES}: .*has saved nothing"]),
-    "a sum, and a mode that is not restored": ("fashionmnist_ddp", [
+        f"{LEAK}: 128 of 128 different", f"{RANKS}.*of_rank", f"{STEPS}: these gradients",
+        EVALUATIONS, f"{RESUMES}: .*has saved nothing"]),
+    "a sum, a barrier of rank 0, and a mode that is not restored": ("fashionmnist_ddp", [
         above(SMALL), in_loss("""
 loss = loss + F.dropout(logits, training=model.training).mean()
 loss = loss * len(labels)"""),
-        (EVALUATED, "train_epoch.__defaults__ = None\nmodel.eval()"),
+        (EVALUATED, "model.eval()\nif rank == 0:\n    dist.barrier()"),
         ('instead of "    ddp_model.train()"', "pass")], [
-        f"{MEAN}: the loss of 10 samples", f"{RESUMES}: these differ: losses of step 1"]),
-    "model.module, no eval(), and a resume that begins anew": ("fashionmnist_ddp", [
-        above(SMALL.replace("= model(images)", "= getattr(model, 'module', model)(images)")),
-        model("model = nn.Sequential(model, nn.Dropout())"), NO_GUARD,
-        ('instead of "    model.eval()"', "pass"),
-        ('instead of "    resume(checkpoint, run, saved, progress)"', "pass")], [
-        f"{STEPS}: these gradients", f"{EVALUATIONS}: dropout is active",
-        f"{RESUMES}: the resumed run makes all 6 steps"]),
-    "no sampler": ("synthetic_ddp", [
+        f"{MEAN}: in evaluation, the loss of 10 samples",
+        # Rank 0 may end first, which closes the connection
+        r"two processes train to the end: (.*\n)+ +rank 0 waits in\n +line \d+, train\(\): "
+        r"dist.barrier(.*\n)+ +rank 1 (waits|ends with an error) in\n +line \d+, ",
+        f"{RESUMES}: these differ: losses of step 1"]),
+    "no sampler, no eval(), and a resume that begins anew": ("synthetic_ddp", [
         ('instead of "return (DataLoader(train_set, sampler"', """
         return (DataLoader(train_set, shuffle=True, drop_last=True, **options),
                 DataLoader(val_share, **options))"""),
-        ('instead of "train_loader.sampler.set_epoch("', "pass")], [
-        f"{STEPS}: one process makes 6 steps"]),
+        ('instead of "train_loader.sampler.set_epoch("', "pass"),
+        ('instead of "    model.eval()"', "pass"),
+        above("""
+def build_model(args):
+    return nn.Sequential(nn.Linear(10, 8), nn.Dropout(), nn.Linear(8, 3))
+"""), ('instead of "    resume(checkpoint, run, saved, progress)"', "pass")], [
+        f"{STEPS}: one process makes 6 steps", f"{EVALUATIONS}: dropout is active",
+        f"{RESUMES}: the resumed run makes all 6 steps"]),
     "an order of a set of strings": ("synthetic_ddp", [above("""
 def load_data(args):
     names = list({f"name {number}" for number in range(200)})
@@ -137,15 +133,15 @@ def load_data(args):
     data = TensorDataset(inputs, torch.arange(200) % 3)
     return Subset(data, range(150)), Subset(data, range(150, 200))
 """)], [DATA]),
-    "parts without weights, and a stop that is forgotten": ("cifar10_ddp", [
-        above(SMALL), ('instead of "weight = len(batch[0])"', "weight = 1"),
-        ('instead of "if stop and step < steps:"', "pass")], [
-        f"{STEPS}: .*0.5 times as large", f"{RESUMES}: SIGTERM does not stop"]),
+    "model.module, and a stop that is forgotten": ("cifar10_ddp", [
+        above(SMALL.replace("= model(images)", "= getattr(model, 'module', model)(images)")),
+        NO_GUARD, ('instead of "if stop and step < steps:"', "pass")], [
+        RANKS, f"{STEPS}: these gradients", f"{RESUMES}: SIGTERM does not stop"]),
 }
 
 
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=() if kind == "five promises" else slow) for kind in WRONG])
+    pytest.param(kind, marks=() if kind.startswith("a lost") else slow) for kind in WRONG])
 def test_what_a_wrong_edit_breaks_is_a_fail(check, kind):
     script, edits, promises = WRONG[kind]
     make_copy(script, "my.py", *edits)
@@ -153,20 +149,6 @@ def test_what_a_wrong_edit_breaks_is_a_fail(check, kind):
     missing = [promise for promise in promises if not re.search(f"^FAIL  {promise}", text, re.M)]
     assert status == 1 and not missing, (
         f"{kind}, in {script}: status {status}, and no FAIL for {missing}:\n{text}")
-
-
-@slow
-def test_the_lines_in_which_ranks_wait_for_each_other_are_printed(check, monkeypatch):
-    monkeypatch.setattr(check_copy, "WAIT", 8)
-    make_copy("fashionmnist_ddp", "my.py", above(SMALL),
-              (EVALUATED, "if dist.get_rank() == 0:\n    dist.barrier()"))
-    status, text = check("--fake-data")
-    assert status == 1, f"a barrier of rank 0 alone: status {status}\n{text}"
-    assert re.search(r"rank 0 waits in\n +line \d+, train\(\): dist.barrier", text), (
-        f"a barrier of rank 0 alone is not named:\n{text}")
-    # Rank 0 may end first, which closes the connection
-    assert re.search(r"rank 1 (waits|ends with an error) in\n +line \d+, ", text), (
-        f"rank 0 waits in a barrier, and no line of rank 1 is named:\n{text}")
 
 
 # ---- The user's files, by the command ----
@@ -215,13 +197,11 @@ def digests(tmp_path, monkeypatch):
 
 def test_a_mirror_has_real_folders_copies_of_small_files_and_links(tmp_path):
     user = tmp_path / "user"
-    for folder in ("runs", ".git", "many", "other"):
+    for folder in ("runs", ".git", "other"):
         (user / folder).mkdir(parents=True)
     (user / "small").write_text("small")
     (user / "runs/log").write_text("log")
     (user / "large").write_bytes((scratch.SMALL + 1) * b"x")
-    for number in range(scratch.MANY + 1):
-        (user / f"many/{number}").touch()
     (user / "runs/loop").symlink_to(user)
     (user / "data").symlink_to(user / "other")
     mirror = scratch.Mirror(str(tmp_path / "mirror"))
@@ -230,23 +210,22 @@ def test_a_mirror_has_real_folders_copies_of_small_files_and_links(tmp_path):
     for root in ("mirror", "clone"):
         place = tmp_path / root / str(user)[1:]
         links = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_symlink()}
-        many = {f"many/{number}" for number in range(scratch.MANY + 1)}
-        assert links == {"large", ".git", "runs/loop", *many}, (
-            f"other links than those of large files and many, in the {root}: {sorted(links)[:20]}")
+        assert links == {"large", ".git", "runs/loop"}, f"other links, in the {root}: {links}"
         assert (place / "runs/log").read_text() == "log", f"no copy of runs/log in the {root}"
     assert mirror.copied == 2 and not mirror.changed(), f"{mirror.copied} copies, not 2"
 
 
 @slow
 def test_no_file_of_the_user_changes_but_a_large_one_by_a_program_which_is_said(digests):
-    make_copy("fashionmnist_ddp", "my.py", above(SMALL), (EVALUATED, WRITES))
+    make_copy("fashionmnist_ddp", "my.py", (EVALUATED, WRITES))
     before = digests()
     status, text = command("my.py", "--fake-data")
     after = digests()
     changed = [name for name in before if after.get(name) != before[name]]
     assert changed == ["folder/large.log"] and after.keys() == before.keys(), (
         f"the check changes {changed}, or writes {after.keys() - before.keys()}:\n{text}")
-    assert status == 0, f"a copy that writes files beside it: {status}\n{text}"
+    assert status == 0 and text.endswith("\n8 ok, 1 noted\n"), (
+        f"a script that is unedited but for files that it writes: {status}\n{text}")
     assert "links to 2 (large.log, large.pt)" in text, f"what is linked is not named:\n{text}"
     assert re.search(r"note  these linked files have changed during the check.*/large.log", text), (
         f"a linked file has changed without a note: {status}\n{text}")
@@ -265,25 +244,20 @@ open("large.pt", "a") if len(refused) == 4 else sys.exit(f"only {refused} are re
 """
 
 
-def test_what_python_would_change_elsewhere_is_refused_and_named(digests):
-    make_copy("cpu_ddp", "my.py", above(f"HERE = {os.getcwd()!r}"),
-              ('before "return F.mse_loss("', REFUSED))
+def test_what_python_would_change_elsewhere_is_refused_and_named_at_once(digests):
+    """Also beside loader processes, with which an error in the loss has once hung."""
+    make_copy("cifar10_ddp", "my.py", above(f"HERE = {os.getcwd()!r}"), above(SMALL),
+              in_loss(REFUSED))
     before = digests()
-    status, text = command("my.py", HOME=os.getcwd())
+    status, text = command("my.py", "--fake-data", HOME=os.getcwd())
     assert digests() == before, f"the check changes the user's files:\n{text}"
-    said = re.search(rf"refuses to change .*{re.escape(os.getcwd())}/large.pt", text)
-    assert status == 2 and said, f"a write is not refused, or not named: {status}\n{text}"
+    said = (r"loss_and_counts\(\): open\(.large.pt., .a.\).*\n +PermissionError: "
+            rf".*refuses to change .*{re.escape(os.getcwd())}/large.pt")
+    assert status == 2 and re.search(said, text), (
+        f"a write is not refused, or not named: {status}\n{text}")
 
 
 # ---- The command ----
-def test_an_error_beside_loader_processes_is_printed_at_once(check):
-    make_copy("cifar10_ddp", "my.py", above(SMALL), in_loss("logits + logits[:, :3]"))
-    status, text = check("--fake-data")
-    line = r"loss_and_counts\(\): logits \+ logits\[:, :3\]\n +RuntimeError: The size"
-    assert status == 2 and re.search(line, text), (
-        f"an error of a copy with loader processes: {status}, and not {line}\n{text}")
-
-
 @slow
 def test_a_stopped_check_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -343,13 +317,12 @@ RIGHT = {
         val_results = {}
         if epoch % 10 == 9:
             val_results = evaluate(args, model, own_batches(args, val_set))""")),
-    "frozen layers, BatchNorm, dropout, bfloat16, and an average that is evaluated": (
+    "frozen layers, BatchNorm, dropout, and an average that is evaluated": (
         "cifar10_ddp", above(SMALL), model("""
 model.requires_grad_(False)
 model = nn.Sequential(model, nn.BatchNorm1d(10).eval(), nn.Linear(10, 10), nn.BatchNorm1d(10),
                       nn.Dropout(), nn.Linear(10, 10))"""), in_loss("""
-with torch.autocast("cpu", torch.bfloat16):
-    loss = loss + model(images).square().mean()"""), (SAVED, """
+loss = loss + model(images).square().mean()"""), (SAVED, """
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         saved["average"] = average"""),
         ('after "            train_step("', "average.update_parameters(model)"),
@@ -377,24 +350,7 @@ def loss_and_counts(args, model, inputs, labels, progress=1.0):
         ('instead of "shuffle = torch.Generator().manual_seed("',
          "shuffle = torch.Generator().manual_seed(0)")),
     # What the check has once misjudged
-    "a small random_split, keywords, no default of --lr, and a helper that writes beside itself": (
-        "synthetic_ddp", above("""
-import helper
-
-
-def load_data(args):
-    inputs = torch.randn(60, 10)
-    data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
-    return torch.utils.data.random_split(data, [40, 20])
-"""), ('instead of "parser.add_argument("--lr""', 'parser.add_argument("--lr", type=float)'),
-        ('instead of "optimizer = torch.optim.Adam("',
-         "optimizer = torch.optim.Adam(model.parameters(), lr=args.lr or 0.01)"),
-        ('before "train_set, val_set = load_data(args)"', "args.lr = args.lr or 0.01"),
-        (EVALUATION, "val_results = evaluate(args, model=ddp_model, "
-                    "batches=on_device(val_loader, device))\nhelper.write('epoch')"),
-        (LOSS_CALL, "loss, counts = loss_and_counts(args, model=ddp_model, inputs=batch[0], "
-                    "labels=batch[1])")),
-    "a data set's map(), a lock, a seed by time, threads, and the training set evaluated last": (
+    "random_split, map(), keywords, no default of --lr, a seed by time, a lock, and files": (
         "synthetic_ddp", above("""
 import fcntl
 import helper
@@ -402,15 +358,23 @@ import helper
 
 def load_data(args):
     items = [(row, int(row[0] > 0)) for row in torch.randn(500, 10)]
-    return helper.Mapped(items[:400]), helper.Mapped(items[400:])
-"""), ('instead of "parser.add_argument("--seed""', """
+    some = helper.Mapped(items[:60], lambda *item: item)
+    return torch.utils.data.random_split(some, [40, 20])[0], helper.Mapped(items[60:])
+"""), ('instead of "parser.add_argument("--lr""', 'parser.add_argument("--lr", type=float)'),
+        ('instead of "parser.add_argument("--seed""', """
         parser.add_argument("--seed", type=int, default=int(time.time() * 100) % 10000)"""),
+        ('instead of "optimizer = torch.optim.Adam("',
+         "optimizer = torch.optim.Adam(model.parameters(), lr=args.lr or 0.01)"),
+        ('before "train_set, val_set = load_data(args)"', "args.lr = args.lr or 0.01"),
         ('after "train_set, val_set = load_data(args)"', """
-        train_set = train_set.map(lambda inputs, label: (2 * inputs, label))
         val_set = val_set.map(lambda inputs, label: (2 * inputs, label))
         torch.set_num_interop_threads(1)
         with open("data.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)"""),
+        (LOSS_CALL, "loss, counts = loss_and_counts(args, model=ddp_model, inputs=batch[0], "
+                    "labels=batch[1])"),
+        (EVALUATION, "val_results = evaluate(args, model=ddp_model, "
+                     "batches=on_device(val_loader, device))\nhelper.write('epoch')"),
         (EVALUATED, "on_training = evaluate(args, model, on_device(train_loader, device))")),
 }
 

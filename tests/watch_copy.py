@@ -13,7 +13,6 @@ import dataclasses
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -26,70 +25,28 @@ import time
 
 import torch
 import torch._dynamo  # as the first optimizer does: once, before the processes are forked
-from scratch import Guard, serve
-from torch.nn.parallel import DistributedDataParallel
+from scratch import Record, load, serve
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
 
 with contextlib.suppress(ImportError):
     import torchvision  # noqa: F401  not in each process
 
-SETTINGS = {"epochs": 2, "global_batch": 16, "nproc": None, "log_every": 1e9, "save_every": 1e9,
+SETTINGS = {"epochs": 2, "nproc": None, "log_every": 1e9, "save_every": 1e9,
             "timeout": 1800, "workers": int(sys.platform == "linux")}  # elsewhere, it is spawned
 
 
 # ---- The process of a job ----
 def work(order):
     """Do a job in this process, and write its record."""
-    for module in (random, sys.modules.get("numpy.random"), torch):
-        if module:
-            module.seed()  # another state in each process, as in a new interpreter
     torch.multiprocessing.set_start_method("fork" if sys.platform == "linux" else None, force=True)
-    job = globals()[order.kind](order, Guard(order.folder))
+    job = globals()[order.kind](order)
     job.run()
     record = json.dumps(dataclasses.asdict(job.record))
     pathlib.Path(f"{order.folder}/{order.name}-{order.rank}.json").write_text(record)
 
 
-def load(path):
-    """Return the copy as a module."""
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # to pickle its functions and classes
-    spec.loader.exec_module(module)
-    return module
-
-
 # ---- The jobs ----
-@dataclasses.dataclass
-class Record:
-    """What is seen in one process of one job. Digests are texts."""
-    # Of each step of an optimizer: rates (and its other options), norms of the gradients by name,
-    # and of the calls of the loss before it: losses, rows (digests of a sample, and of each of its
-    # parts), and shapes (of a sample's parts)
-    steps: list = dataclasses.field(default_factory=list)
-    # Of each call of evaluate(): results, whether random numbers are drawn in it (draws), and
-    # whether a layer of dropout is in training mode (dropout)
-    evaluations: list = dataclasses.field(default_factory=list)
-    # Of each data set: size, digests of 20 samples, and of those that are read in 3 seconds (read)
-    data: list = dataclasses.field(default_factory=list)
-    loss: dict = dataclasses.field(default_factory=dict)  # see losses_of_parts()
-    # Digests of trained weights, and of what else is in saved and progress, at the end
-    state: dict = dataclasses.field(default_factory=dict)
-    args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
-    rounds: bool = False  # it computes in bfloat16 or float16
-    found_file: bool = False  # that of --checkpoint, at the start
-    saved: bool = False  # it is there at the end
-    stopped: bool = False  # by SIGTERM
-    seconds: float = 0.0
-
-
-def save_if_allowed(guard, save, item, f, *arguments, **options):
-    """Replaces torch.save(), which opens files in C++."""
-    guard.check(f, replaces=True)
-    return save(item, f, *arguments, **options)
-
-
 class Enough(BaseException):
     """Ends a training before its last step."""
 
@@ -99,17 +56,18 @@ class Training:
 
     batch_size = 4  # of a process at once, in copies of cifar10_ddp
 
-    def __init__(self, order, guard):
+    def __init__(self, order):
         self.order, self.record = order, Record()
         self.alive()
-        torch.save = functools.partial(save_if_allowed, guard, torch.save)
+        # The other format is written in C++, where the guard does not see it
+        torch.save = functools.partial(torch.save, _use_new_zipfile_serialization=False)
         enter = torch.autocast.__enter__
         torch.autocast.__enter__ = lambda autocast: self.see_autocast(enter, autocast)
         self.module = load(f"{order.folder}/{order.root}{order.path}")
         functions = vars(self.module)
         self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
-        self.evaluating = False
+        self.evaluation = None  # what is seen in a call of evaluate()
         for name, see in (("load_data", self.see_data), ("loss_of", self.see_loss),
                           ("loss_and_counts", self.see_loss), ("evaluate", self.see_evaluation),
                           ("resume", self.see_resume)):
@@ -143,6 +101,7 @@ class Training:
                  if isinstance(value, (int, float))}
         self.record.args = plain
         settings = {**plain, **self.order.args, **SETTINGS, "batch_size": self.batch_size,
+                    "global_batch": self.order.global_batch,
                     "checkpoint": f"{self.order.folder}/{self.order.root}.pt"}
         if isinstance(settings.get("lr"), float):
             settings["lr"] *= 1e-3  # small steps: rounding does not grow, nothing diverges
@@ -163,7 +122,8 @@ class Training:
         return resume(*arguments, **options)
 
     def see_autocast(self, enter, autocast):
-        self.record.rounds |= autocast._enabled
+        if autocast._enabled:
+            self.record.tolerance = 2e-2
         return enter(autocast)
 
     def see_loss(self, function, *arguments, **options):
@@ -171,11 +131,10 @@ class Training:
         call = Call(function, arguments, options)
         before = random_numbers()
         result = self.at_loss(call)
-        if self.evaluating and call.model is not None:
-            evaluation = self.record.evaluations[-1]
-            evaluation["draws"] |= random_numbers() != before
-            evaluation["dropout"] |= any(isinstance(part, torch.nn.Dropout) and part.training
-                                         for part in call.model.modules())
+        if self.evaluation and call.model is not None:
+            self.evaluation["draws"] |= random_numbers() != before
+            self.evaluation["dropout"] |= any(isinstance(part, torch.nn.Dropout) and part.training
+                                              for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
             shapes = [str([*part.shape[1:]]) for part in parts_of(call.batch) if is_tensor(part)]
             self.calls.append((floats(result)[:1], rows(call.batch), shapes))
@@ -187,19 +146,16 @@ class Training:
         if call.model is None:  # it is no argument: nothing is compared
             return call.again()
         first, path = not self.record.evaluations, f"{self.order.folder}/one tested.pt"
-        wraps = isinstance(call.model, DistributedDataParallel)
-        model = call.model.module if wraps else call.model
+        model = getattr(call.model, "module", call.model)  # that of DDP
         own = copy.deepcopy(model.state_dict())
         if first and self.order.name == "one":
             torch.save(own, path)
         if first and self.order.size > 1:
             model.load_state_dict(torch.load(path, weights_only=False))
-        evaluation = {"draws": False, "dropout": False}
-        self.record.evaluations.append(evaluation)
-        self.evaluating = True
+        self.evaluation = {"draws": False, "dropout": False}
         result = call.again()
-        self.evaluating = False
-        evaluation["results"] = floats(result)
+        self.record.evaluations.append({**self.evaluation, "results": floats(result)})
+        self.evaluation = None
         if first and self.order.size > 1:
             model.load_state_dict(own)
         return result
@@ -209,11 +165,12 @@ class Training:
         if not any(optimizer is other for other in self.optimizers):
             self.optimizers.append(optimizer)
         names = {id(weight): name for name, weight in reversed(self.weights().items())}
-        gradients = {names[id(weight)]: weight.grad.detach().to_dense()
-                     for group in optimizer.param_groups for weight in group["params"]
-                     if weight.grad is not None}
-        self.record.rounds |= any(part.dtype.itemsize < 4 for part in gradients.values())
-        norms = {name: part.double().norm().item() for name, part in gradients.items()}
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]
+                   if weight.grad is not None]
+        norms = {names[id(weight)]: weight.grad.detach().to_dense().double().norm().item()
+                 for weight in weights}
+        if any(weight.grad.dtype.itemsize < 4 for weight in weights):
+            self.record.tolerance = 2e-2
         rates = [number for group in optimizer.param_groups for name, value in sorted(group.items())
                  if name != "params" for number in floats(value)]  # and the other options
         self.record.steps.append(
@@ -261,21 +218,17 @@ class Preparation(Training):
 
 
 class Data(Training):
-    """Reads samples of the data sets: 20 of all of each, and, in one process, as many as it can."""
+    """Reads samples of the data sets, in a random order: as many as it can in 3 seconds."""
 
     def see_data(self, load_data, *arguments, **options):
         sets = []
         cut(load_data(*arguments, **options), sets, self.order.samples)
         for data in sets:
-            count = size(data)
-            found = {"size": count, "samples": [sample(data, index) for index in
-                                                range(0, count, max(1, count // 20))]}
-            if self.order.size == 1:
-                end = time.monotonic() + 3
-                in_time = itertools.takewhile(lambda _: time.monotonic() < end,
-                                              random.Random(0).sample(range(count), count))
-                found["read"] = [sample(data, index) for index in in_time]
-            self.record.data.append(found)
+            order = random.Random(0).sample(range(size(data)), size(data))
+            end = time.monotonic() + 3
+            in_time = itertools.takewhile(lambda _: time.monotonic() < end, order[20:])
+            samples = [sample(data, place) for place in itertools.chain(order[:20], in_time)]
+            self.record.data.append({"size": size(data), "samples": samples})
         raise Enough
 
 
@@ -285,18 +238,21 @@ class Loss(Training):
     batch_size = 16
 
     def at_loss(self, call):
-        if not self.evaluating and call.model is not None and len(rows(call.batch)) >= 10:
-            self.record.loss = losses_of_parts(call)
-            raise Enough
-        return call.again()
+        if self.evaluation or call.model is None or len(rows(call.batch)) < 10:
+            return call.again()
+        for mode, training in (("evaluation", False), ("training", True)):
+            call.model.train(training)
+            before = random_numbers(), digest([*call.model.buffers()])
+            with torch.set_grad_enabled(training):
+                losses = [floats(call.again(lambda value: some_rows(value, *part)))[0]
+                          for part in ((0, 10), (0, 3), (3, 10))]
+            after = random_numbers(), digest([*call.model.buffers()])
+            self.record.loss[mode] = {"losses": losses, "varies": after != before}
+        raise Enough
 
 
 class Gradients(Training):
-    """Records the gradients of the first step in evaluation mode: without dropout."""
-
-    def __init__(self, order, guard):
-        super().__init__(order, guard)
-        self.module.DDP = functools.partial(DistributedDataParallel, find_unused_parameters=True)
+    """Records the gradients of two steps in evaluation mode: without dropout and BatchNorm."""
 
     def at_loss(self, call):
         if call.model is not None:
@@ -305,7 +261,7 @@ class Gradients(Training):
 
     def at_step(self):
         if len(self.record.steps) == 2 * len(self.optimizers):
-            raise Enough  # each optimizer has made a step
+            raise Enough  # each optimizer has made two steps
 
 
 class Stop(Training):
@@ -331,34 +287,12 @@ class Call:
         values = [*arguments, *options.values()]
         models = [value for value in values if isinstance(value, torch.nn.Module)]
         self.model = models[0] if models else None
-        self.batch = [value for value in values
-                      if not isinstance(value, (torch.nn.Module, argparse.Namespace))]
+        self.batch = [value for value in values if not is_constant(value)]
 
     def again(self, change=lambda value: value):
         """Call the function, with other values for the parts of its batch."""
-        def changed(value):
-            fixed = isinstance(value, (torch.nn.Module, argparse.Namespace)) or is_constant(value)
-            return value if fixed else change(value)
-
-        return self.function(*map(changed, self.arguments),
-                             **{name: changed(value) for name, value in self.options.items()})
-
-
-def losses_of_parts(call):
-    """Return the losses of 10 samples, of the first 3 and the other 7, in both modes.
-
-    varies: random numbers are drawn, or buffers change (of BatchNorm, which sees the batch).
-    """
-    found = {}
-    for mode, training in (("evaluation", False), ("training", True)):
-        call.model.train(training)
-        before = random_numbers(), digest([*call.model.buffers()])
-        with torch.set_grad_enabled(training):
-            losses = [floats(call.again(lambda value: some_rows(value, *part)))[0]
-                      for part in ((0, 10), (0, 3), (3, 10))]
-        after = random_numbers(), digest([*call.model.buffers()])
-        found[mode] = {"losses": losses, "varies": after != before}
-    return found
+        return self.function(*map(change, self.arguments), **{
+            name: change(value) for name, value in self.options.items()})
 
 
 def some_rows(values, first, last):
@@ -374,8 +308,10 @@ def some_rows(values, first, last):
 
 
 def is_constant(value):
-    return value is None or isinstance(value, (int, float, str)) or (
-        isinstance(value, torch.Tensor) and not value.ndim)
+    """Return whether an argument is no part of a batch: a model, settings, a number."""
+    return (value is None
+            or isinstance(value, (torch.nn.Module, argparse.Namespace, int, float, str))
+            or isinstance(value, torch.Tensor) and not value.ndim)
 
 
 def parts_of(batch):
@@ -420,21 +356,17 @@ def cut(loaded, sets, counts):
 
     counts: of training samples, and of validation samples.
     """
-    alone = is_data(loaded)  # the training set
+    if is_data(loaded) and (len(sets) < 2 or isinstance(loaded, Dataset)):
+        sets.append(loaded)
+        return few(loaded, counts[len(sets) > 1])
     if isinstance(loaded, dict):
-        return dict(zip(loaded, cut([*loaded.values()], sets, counts)))
-    if not alone and isinstance(loaded, (tuple, list)) and all(map(is_tensor, loaded)):
-        groups = [tuple(group) for _, group in itertools.groupby(loaded, len)]
-        return [part for group in cut(groups, sets, counts) for part in group]
-    if not alone and not isinstance(loaded, (tuple, list)):
+        return {name: cut(part, sets, counts) for name, part in loaded.items()}
+    if not isinstance(loaded, (tuple, list)) or is_data(loaded):
         return loaded
-    parts = []
-    for part in [loaded] if alone else loaded:
-        if is_data(part) and (len(sets) < 2 or isinstance(part, Dataset)):
-            sets.append(part)
-            part = few(part, counts[len(sets) > 1])
-        parts.append(part)
-    return parts[0] if alone else parts
+    if all(map(is_tensor, loaded)):  # x, y, x_val, y_val: sets of equal lengths
+        groups = [tuple(group) for _, group in itertools.groupby(loaded, len)]
+        return [part for group in groups for part in cut(group, sets, counts)]
+    return [cut(part, sets, counts) for part in loaded]
 
 
 def size(data):
