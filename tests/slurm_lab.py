@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -35,7 +36,7 @@ AuthInfo=cred_expire=5              # a requeued job waits 7 s, not 121
 JobRequeue=0                        # unless a job requests it
 MinJobAge=3600                      # ended jobs stay visible
 PartitionName=DEFAULT Nodes=ALL DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE
-PartitionName=main Default=YES GraceTime=25
+PartitionName=main Default=YES
 PartitionName=low
 PartitionName=high PriorityTier=10 PreemptMode=OFF
 """
@@ -164,6 +165,8 @@ class Lab(Network):
         super().__init__(root, len(hardware))
         self.hardware, self.gpus = hardware, gpus
         self.task_plugin = "task/affinity" if affinity else "task/none"  # many sites have affinity
+        self.lock = threading.Lock()
+        self.jobs, self.asked = [], 0  # what Slurm has said of each job, and when
 
     def up(self):
         self.folder = self.root / "shared disk"      # for the tests: every machine sees it
@@ -212,12 +215,27 @@ class Lab(Network):
         """Submit a job on some of the nodes, inside a command as srun or salloc. Return its id."""
         others = ",".join(name for name in self.nodes if name not in nodes.split(","))
         said = self.sh(f"{inside} sbatch --parsable --exclude={others} {command}", env=variables)
+        with self.lock:
+            self.asked = 0
         return int(re.search(r"^\d+$", said, re.MULTILINE)[0])
+
+    def record(self, job):
+        """Return what `scontrol show job` has said within this second. All jobs are asked at once,
+        since many threads ask.
+        """
+        with self.lock:
+            if time.monotonic() > self.asked + 1:
+                self.jobs = self.sh("scontrol show job").split("\n\n")
+                self.asked = time.monotonic()
+            number, _, task = str(job).partition("_")
+            names = [f"JobId={number} "]
+            if task:    # while the array is pending, its tasks are one job
+                names = [f"ArrayJobId={number} ArrayTaskId={task} ", f"ArrayJobId={number} "]
+            return next(text for name in names for text in self.jobs if name in f" {text}")
 
     def show(self, job, field):
         """Return a field of `scontrol show job`."""
-        text = self.sh(f"scontrol show job {job}")
-        return re.search(rf"\b{field}=(.*?)( \w+[=:]|$)", text, re.MULTILINE)[1]
+        return re.search(rf"\b{field}=(.*?)( \w+[=:]|$)", self.record(job), re.MULTILINE)[1]
 
     def restarts(self, job):
         """Return how often the job was requeued."""
@@ -229,7 +247,7 @@ class Lab(Network):
         return path.read_text(errors="replace") if path.exists() else ""
 
     def report(self, job):
-        return self.sh(f"scontrol show job {job}") + self.output(job)
+        return self.record(job) + self.output(job)
 
     def wait_for(self, job, what, condition, timeout=600):
         """Wait until condition() is true. If the job ends before that, the test fails soon."""
@@ -237,9 +255,9 @@ class Lab(Network):
         ended = 0  # a job that is being requeued passes through such a state
         while not condition():
             ended = ended + 1 if self.show(job, "JobState") in FINAL else 0
-            assert ended < 10, f"job {job} has ended, not {what}:\n{self.report(job)}"
+            assert ended < 20, f"job {job} has ended, not {what}:\n{self.report(job)}"
             assert time.monotonic() < deadline, f"job {job} is not {what}:\n{self.report(job)}"
-            time.sleep(1)
+            time.sleep(0.5)
 
     def wait_for_state(self, job, state):
         self.wait_for(job, state, lambda: self.show(job, "JobState") == state)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from copies import make_copy
-from forked import at_step, train_forked, train_to_end
+from forked import at_step, train_forked
 from launchers import run, start, wait_until_gone
 from recorder import use_small_model
 from scripts import DDP_SCRIPTS, ROOT, SCRIPTS, load_script, script_path
@@ -23,8 +23,8 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1"}
-TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-PREPARING = [script for script in DDP_SCRIPTS if hasattr(load_script(script), "prepare_data")]
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29401"}
 SPAWNING = [script for script in DDP_SCRIPTS if hasattr(load_script(script), "run_worker")]
 
 
@@ -35,82 +35,62 @@ def flags_of(script, *more):
 
 
 # ---- variables ----
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_step_of_several_tasks_without_ranks_is_an_error_line(script, tmp_path):
-    """Each task would be a run of its own, and all would write one file."""
+# Variables of a process, GPUs (their number, and whether PyTorch can use them), and what its error
+# line names. GPUs that it cannot use: their driver is too old, or it is the third process on two.
+GIVEN = {
+    "srun -n 4 python": (STEP, (0, False), "RANK"),
+    "srun -n 1 python": (ONE_TASK, (0, False), ""),
+    "torchrun in a step": (STEP | TORCHRUN, (0, False), ""),
+    "GPUs that are not usable": (TORCHRUN, (2, False), "CUDA_VISIBLE_DEVICES="),
+    "more processes than GPUs": (TORCHRUN | {"LOCAL_RANK": "2"}, (2, True),
+                                 "CUDA_VISIBLE_DEVICES="),
+}
+GIVEN_TO_MNIST_DP = {
+    "srun -n 4 python": (STEP, (0, False), "one process"),
+    "torchrun": (TORCHRUN | {"WORLD_SIZE": "2"}, (0, False), "one process"),
+    "srun -n 1 python": (ONE_TASK, (0, False), ""),
+    "GPUs that are not usable": ({}, (2, False), "CUDA_VISIBLE_DEVICES="),
+}
+CASES = [(script, case, *row) for script in SCRIPTS
+         for case, row in (GIVEN if script in DDP_SCRIPTS else GIVEN_TO_MNIST_DP).items()
+         if script != "cpu_ddp" or "GPUs" not in case]
+
+
+@pytest.mark.parametrize("script, case, variables, gpus, named", CASES,
+                         ids=[f"{script}-{case}" for script, case, *_ in CASES])
+def test_a_process_trains_or_ends_with_an_error_line(script, case, variables, gpus, named):
+    """Several tasks without ranks would each train, and write one file; or train on the CPU."""
     def setup(module, rank):
-        os.environ.update(STEP)
-
-    path = tmp_path / "run.pt"
-    flags = flags_of(script, "--checkpoint", path, *["--nproc", 2] * (script in SPAWNING))
-    (status,) = train_forked(script, *flags, setup=setup).statuses
-    assert "error: " in str(status) and "RANK" in status, (
-        f"srun -n 4 python train.py of {script} must be an error line, not {status!r}")
-    assert not path.exists(), f"{script} has trained in one of 4 tasks without RANK"
-
-
-@pytest.mark.parametrize("variables", [ONE_TASK, {**STEP, **TORCHRUN}], ids=["one", "torchrun"])
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_step_of_one_task_and_torchrun_in_a_step_train(script, variables):
-    def setup(module, rank):
-        use_small_model(module)
-        os.environ.update(variables, MASTER_ADDR="127.0.0.1", MASTER_PORT="29401")
-
-    train_to_end(script, *flags_of(script), setup=setup)
-
-
-@pytest.mark.parametrize("variables, refused", [
-    (STEP, True), ({**TORCHRUN, "WORLD_SIZE": "2"}, True), (ONE_TASK, False), ({}, False)],
-    ids=["srun -n 4", "torchrun", "srun", "python"])
-def test_mnist_dp_is_one_process(variables, refused):
-    """Several would all train the same model."""
-    def setup(module, rank):
+        torch.cuda.device_count = lambda: gpus[0]
+        torch.cuda.is_available = lambda: gpus[1]
         os.environ.update(variables)
+        module.load_data = lambda args: sys.exit("it trains")
 
-    (status,) = train_forked("mnist_dp", "--fake-data", 32, "--epochs", 1, setup=setup).statuses
-    assert ("error: " in str(status)) == refused, f"mnist_dp with {variables} ends with {status!r}"
-
-
-@pytest.mark.parametrize("count, usable, local_rank", [(2, False, 0), (2, True, 2)],
-                         ids=["not usable", "more processes than GPUs"])
-@pytest.mark.parametrize("script", [name for name in DDP_SCRIPTS if "cpu" not in name])
-def test_gpus_that_a_process_cannot_use_are_an_error_line(script, count, usable, local_rank):
-    """A driver that is too old: it would train on the CPU. A third process on 2 GPUs."""
-    def setup(module, rank):
-        torch.cuda.device_count = lambda: count
-        torch.cuda.is_available = lambda: usable
-        os.environ.update(TORCHRUN, LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT="29402")
-
-    (status,) = train_forked(script, *flags_of(script), setup=setup).statuses
-    assert "error: " in str(status) and "CUDA_VISIBLE_DEVICES=" in status, (
-        f"{script} as process {local_rank} on {count} GPUs, usable: {usable}: {status!r}")
+    flags = [SCRIPTS[script].data_flag, 32]
+    if script in SPAWNING and "RANK" in named:
+        flags += ["--nproc", 2]
+    (status,) = train_forked(script, *flags, setup=setup).statuses
+    if named:
+        assert str(status).startswith("error: ") and named in status, (
+            f"{script}, {case}: it must end with an error line that names {named}, not {status!r}")
+    else:
+        assert status == "it trains", f"{script}, {case}: it must train, not end with {status!r}"
 
 
-def test_mnist_dp_says_that_gpus_cannot_be_used():
-    def setup(module, rank):
-        torch.cuda.device_count = lambda: 2
-        torch.cuda.is_available = lambda: False
-
-    (status,) = train_forked("mnist_dp", "--fake-data", 32, setup=setup).statuses
-    assert "error: " in str(status) and "CUDA_VISIBLE_DEVICES=" in status, (
-        f"mnist_dp, on GPUs that it cannot use: {status!r}")
-
-
-@pytest.mark.parametrize("script", PREPARING)
+@pytest.mark.parametrize("script", SPAWNING)  # its form_group() is that of cifar10_ddp, too
 def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
     """Two machines of two processes: rank 0 is the first to look for the data, rank 2 is next."""
     def setup(module, rank):
         def prepare_data(args):
             print(rank, "prepares")
-            time.sleep(0.5)
+            time.sleep(0.2)
             print(rank, "has prepared")
 
         os.environ["LOCAL_RANK"] = str(rank % 2)
         module.prepare_data = prepare_data
-        use_small_model(module)
+        module.load_data = lambda args: sys.exit("it trains")
 
-    text = train_to_end(script, *flags_of(script), nproc=4, setup=setup).text
+    text = train_forked(script, nproc=4, setup=setup).text
     expected = "0 prepares\n0 has prepared\n2 prepares\n2 has prepared\n"
     assert text.startswith(expected), (
         f"{script}: rank 0 prepares the data, then rank 2, and then they load it:\n{text}")
@@ -150,11 +130,15 @@ def test_ctrl_c_before_training_is_no_success(script):
 
 
 # ---- by the real command ----
-STOPS = [("synthetic_ddp", "torchrun", "SIGTERM"), ("cpu_ddp", "torchrun", "SIGKILL"),
+def fast_model(script):
+    if script != "cifar10_ddp":
+        return []
+    return ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
+
+
+STOPS = [("cifar10_ddp", "torchrun", "Ctrl-C"), ("cifar10_ddp", "torchrun", "SIGKILL"),
          *[(script, "spawn", way) for script in SPAWNING
-           for way in ("SIGTERM", "Ctrl-C", "SIGKILL")],
-         ("cifar10_ddp", "torchrun", "Ctrl-C"), ("cifar10_ddp", "torchrun", "SIGKILL"),
-         ("cifar10_ddp", "python", "SIGTERM")]
+           for way in ("SIGTERM", "Ctrl-C", "SIGKILL")]]
 
 
 @pytest.mark.slow
@@ -164,11 +148,10 @@ def test_a_run_that_is_stopped_ends_with_an_error_and_leaves_nothing(script, lau
     """kill PID; Ctrl-C, which a terminal sends to all; SIGKILL to a process, for its memory."""
     copy = make_copy(script, tmp_path / "train.py", (
         'before "optimizer.zero_grad()"', 'print("training", flush=True)\ntime.sleep(0.05)'))
-    flags = [SCRIPTS[script].data_flag, 64, "--global-batch", 4, "--epochs", 1000]
-    if script == "cifar10_ddp":
-        flags += ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
+    flags = [SCRIPTS[script].data_flag, 64, "--global-batch", 4, "--epochs", 1000,
+             *fast_model(script)]
     with start(copy, *flags, "--checkpoint", tmp_path / "run.pt", "--timeout", 60,
-               launcher=launcher, nproc=1 if launcher == "python" else 2) as job:
+               launcher=launcher, nproc=2) as job:
         job.wait_for("^training")
         if way == "Ctrl-C":
             os.killpg(job.launcher.pid, signal.SIGINT)
@@ -184,7 +167,6 @@ def test_a_run_that_is_stopped_ends_with_an_error_and_leaves_nothing(script, lau
         f"{way} to {script} under {launcher}: does it stop after a step? {stopped}\n{result.text}")
 
 
-RAISE = 'raise RuntimeError("broken on purpose")'
 BROKEN_SET = """
 class Broken(torch.utils.data.Dataset):
     def __init__(self, data):
@@ -194,7 +176,7 @@ class Broken(torch.utils.data.Dataset):
         return len(self.data)
 
     def __getitem__(self, index):
-        if index == 20 and int(os.environ.get("RANK", 0)) == {rank}:
+        if os.environ["RANK"] == "1":
             raise RuntimeError("broken on purpose")
         return self.data[index]
 
@@ -203,40 +185,31 @@ plain_data = load_data
 
 
 def load_data(args):
-    sets = list(plain_data(args))
-    sets[{number}] = Broken(sets[{number}])
-    return sets
+    train_set, val_set = plain_data(args)
+    return Broken(train_set), val_set
 """
-ONE_RANK = 'if int(os.environ.get("RANK", 0)) == 1 and model.training:\n    ' + RAISE
-EXCEPTIONS = {  # script, launcher, edit
-    "loss, mp.spawn": ("fashionmnist_ddp", "spawn", ('before "smoothing = 0.0"', ONE_RANK)),
-    "loss, with loader processes": ("cifar10_ddp", "torchrun",
-                                    ('before "smoothing = 0.0"', ONE_RANK)),
-    "validation set": ("cifar10_ddp", "python", (None, BROKEN_SET.format(rank=0, number=1))),
-    "data set, one rank": ("synthetic_ddp", "torchrun",
-                           (None, BROKEN_SET.format(rank=1, number=0))),
-    "step": ("cpu_ddp", "torchrun", ('after "optimizer.step()"',
-                                     "if rank == 1 and epoch == 3:\n    " + RAISE)),
-}
+BROKEN_LOSS = """
+if os.environ["RANK"] == "1" and model.training:
+    raise RuntimeError("broken on purpose")
+"""
+EXCEPTIONS = {"cifar10_ddp": ('before "smoothing = 0.0"', BROKEN_LOSS),
+              "synthetic_ddp": (None, BROKEN_SET)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", EXCEPTIONS)
-def test_an_exception_ends_the_run_at_once_and_leaves_nothing(place, tmp_path):
+@pytest.mark.parametrize("script", EXCEPTIONS)
+def test_an_exception_of_one_rank_ends_the_run_at_once_and_leaves_nothing(script, tmp_path):
     """Python would wait at its end for loader processes. --timeout is 600 seconds here."""
-    script, launcher, edit = EXCEPTIONS[place]
-    copy = make_copy(script, tmp_path / "train.py", edit)
-    flags = [SCRIPTS[script].data_flag, 128, "--global-batch", 8]
-    if script == "cifar10_ddp":
-        flags += ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
-    with start(copy, *flags, launcher=launcher, nproc=1 if launcher == "python" else 2) as job:
+    copy = make_copy(script, tmp_path / "train.py", EXCEPTIONS[script])
+    flags = [SCRIPTS[script].data_flag, 128, "--global-batch", 8, *fast_model(script)]
+    with start(copy, *flags, launcher="torchrun", nproc=2) as job:
         result = job.result(timeout=150)
-        wait_until_gone(job, f"an exception in {place} of {script}")
-    assert result.status != 0, f"an exception in {place} of {script}: status 0\n{result.text}"
+        wait_until_gone(job, f"an exception in {script}")
+    assert result.status != 0, f"an exception in {script}: status 0\n{result.text}"
     assert "broken on purpose" in result.text, (
-        f"an exception in {place} of {script} is not printed\n{result.text}")
+        f"an exception in {script} is not printed\n{result.text}")
     # torchrun reports nothing if it kills another rank that is just writing an error of its own
-    if launcher == "torchrun" and "Failed to parse reply file" not in result.text:
+    if "Failed to parse reply file" not in result.text:
         report = result.text[result.text.rfind("Root Cause"):]
         assert "broken on purpose" in report, f"torchrun's report has not the error\n{result.text}"
 
@@ -261,79 +234,47 @@ def test_an_error_of_rank_0_is_printed_once_and_ends_all_processes(script, launc
 def test_processes_of_mp_spawn_share_the_cores(script, tmp_path):
     copy = make_copy(script, tmp_path / "train.py", (
         'before "args, device, checkpoint = form_group(args)"',
-        'print("threads", torch.get_num_threads(), flush=True)'))
+        'print("threads", torch.get_num_threads(), flush=True)\nreturn'))
     threads = max(1, torch.get_num_interop_threads() // 2)  # get_num_threads() is 1 in tests
-    _, text = run(copy, *flags_of(script), launcher="spawn", nproc=2)
+    _, text = run(copy, launcher="spawn", nproc=2)
     assert text.count(f"threads {threads}\n") == 2, (
         f"{script}: each of 2 processes must have {threads} threads:\n{text}")
 
 
-# ---- two machines ----
+# ---- two machines: the command of the docstrings is that of cpu.sbatch (test_slurm.py) ----
 HOSTS = """
-printf '%s\\n' '127.0.0.1 localhost' {lines} >/run/hosts
+until mountpoint --quiet /etc/nsswitch.conf; do sleep 0.1; done     # until it is set up
+printf '%s\\n' '127.0.0.1 localhost' "127.0.1.1 $(hostname)" >/run/hosts
 mount --bind /run/hosts /etc/hosts
 """
 
 
 class Machines(Network):
     def up(self):
-        (self.root / "hosts").write_text("127.0.0.1 localhost\n")
+        (self.root / "hosts").touch()
         super().up()
-        for machine in self.machines.values():  # until it is set up: HOSTS replaces a mount of it
-            machine.exec("until mountpoint --quiet /etc/nsswitch.conf; do sleep 0.1; done")
-
-
-def train_on_two_machines(path, commands, hosts):
-    """Run a command on each machine, with the lines of its hosts file. They are to train together.
-
-    HOST in a command is replaced by what hosts returns for the first machine.
-    """
-    if reason := reason_to_skip():
-        pytest.skip(reason)
-    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
-    with booted(lambda root: Machines(root, 2)) as network:
-        machines = [network.machines[name] for name in ("c1", "c2")]
-        for machine in machines:
-            lines, host = hosts(machine, machines)
-            machine.exec(HOSTS.format(lines=" ".join(f"'{line}'" for line in lines)))
-        with ThreadPoolExecutor() as pool:
-            text = "\n".join(pool.map(lambda machine, command: machine.exec(
-                command.replace("HOST", host), timeout=200, check=False, env=env),
-                machines, commands))
-    assert "world size 2" in text, f"the machines do not train together:\n{text}"
-    assert path.exists(), f"the training does not end:\n{text}"
-
-
-def replaced(command, *edits):
-    for old, new in edits:
-        assert command.count(old) == 1, f"the command has no {old}:\n{command}"
-        command = command.replace(old, new)
-    return command
-
-
-@pytest.mark.slurm
-@pytest.mark.parametrize("script", ["cpu_ddp"])  # the command of the others is the same
-def test_the_command_for_two_machines_trains_on_two_machines(script, tmp_path):
-    """As the docstring has it: HOST is the name of the first machine."""
-    (command,) = re.findall(r"^    (torchrun --nnodes=2 .*train\.py)", load_script(script).__doc__,
-                            re.MULTILINE)
-    run = [script_path(script), *flags_of(script), "--checkpoint", tmp_path / "run.pt"]
-    command = replaced(command, ("--nproc-per-node=4", "--nproc-per-node=1"),
-                       ("train.py", " ".join(map(str, run))))
-    train_on_two_machines(
-        tmp_path / "run.pt", [command, command], lambda machine, machines: (
-            [f"{other.address} {other.name}" for other in machines], machines[0].name))
 
 
 @pytest.mark.slurm
 def test_the_pages_commands_train_on_machines_whose_own_name_is_a_loopback_address(tmp_path):
     """Debian's hosts file has a machine's own name as 127.0.1.1: HOST is an address."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
     page = (ROOT / "cpu_ddp/README.md").read_text().split("### Two machines by hand")[1]
-    command = replaced(re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1],
-                       ("--nproc-per-node=4", "--nproc-per-node=1"),
-                       ("cifar10_ddp/train.py --global-batch 1024",
-                        f"{script_path('cpu_ddp')} --epochs 2"),
-                       ("/shared/run.pt", str(tmp_path / "run.pt")))
-    commands = [command, replaced(command, ("--node-rank=0", "--node-rank=1"))]
-    train_on_two_machines(tmp_path / "run.pt", commands, lambda machine, machines: (
-        [f"127.0.1.1 {machine.name}"], machines[0].address))
+    command = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1]
+    for old, new in [("--nproc-per-node=4", "--nproc-per-node=1"), ("HOST", "10.9.8.2"),
+                     ("cifar10_ddp/train.py --global-batch 1024",
+                      f"{script_path('cpu_ddp')} --epochs 2"),
+                     ("/shared/run.pt", str(tmp_path / "run.pt"))]:
+        assert command.count(old) == 1, f"the command has no {old}:\n{command}"
+        command = command.replace(old, new)
+    commands = [command, command.replace("--node-rank=0", "--node-rank=1")]
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    with booted(lambda root: Machines(root, 2)) as network, ThreadPoolExecutor() as pool:
+        machines = [network.machines[name] for name in network.nodes]
+        for machine in machines:
+            machine.exec(HOSTS)
+        text = "\n".join(pool.map(lambda machine, command: machine.exec(
+            command, timeout=200, check=False, env=env), machines, commands))
+    assert "world size 2" in text, f"the machines do not train together:\n{text}"
+    assert (tmp_path / "run.pt").exists(), f"the training does not end:\n{text}"

@@ -31,15 +31,6 @@ def test_submitted_in_another_folder_an_error_line_names_the_right_one(tmp_path,
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_a_job_without_job_sh_ends(tmp_path, file):
-    """Without the error line, too: what job.sh sets would be unset, or another job's."""
-    lines = [line for line in file.read_text().splitlines() if "[[ -e slurm/job.sh ]]" not in line]
-    done = bash("\n".join(lines), tmp_path, SLURM_NNODES="1", SLURM_JOB_ID="7")
-    assert "srun" not in done.stderr, f"the job launches without job.sh:\n{done.stderr}"
-    assert "slurm/job.sh: No such file" in done.stderr, f"no word of job.sh:\n{done.stderr}"
-
-
-@pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(file):
     """It kills its processes when its own limit is over, Slurm when the time limit is."""
     text = file.read_text()
@@ -49,6 +40,13 @@ def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(file):
     wait = int(re.search(r"SHUTDOWN_TIMEOUT=(\d+)", JOB)[1])
     assert not notice or wait + 5 <= int(notice[1]) <= wait + 60, (
         f"{file.name} says {notice[0]}, and torchrun waits for {wait} s of them")
+
+
+def test_torchrun_is_launched_in_the_same_way_by_all_files():
+    """test_slurm.py trains by cpu.sbatch."""
+    texts = [file.read_text() for file in FILES]
+    launches = {text[text.index("    torchrun "):] for text in texts if "    torchrun " in text}
+    assert len(launches) == 1, "torchrun is launched in different ways:\n" + "\n".join(launches)
 
 
 def test_a_terminal_finds_the_environment_as_a_job_does():
