@@ -530,6 +530,8 @@ TRAINED = {  # sbatch COMMAND, what is exported, and the first line
     "mnist": ("-c2 slurm/mnist.sbatch --epochs 2 --fake-data 32", {}, "GPUs none, threads 2 "),
     "fashionmnist": ("-c1 --gpus-per-node=1 slurm/fashionmnist.sbatch --epochs 2 --fake-data 128",
                      LEFT, "world size 1 "),
+    "cifar10": (f"--nodes=2 {ONE_CORE} slurm/cifar10.sbatch --epochs 2 --fake-data 32 "
+                "--global-batch 16 --image-size 16 --workers 0", {}, "world size 2 "),
     "clocks": (f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", {"VIRTUAL_ENV": "behind"},
                "world size 2 "),
 }
