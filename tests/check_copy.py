@@ -82,7 +82,7 @@ def compare(servers, folder, path, flags):
     changed = mirror.changed()
     if changed:
         notes.append("these linked files have changed during the check, by a program, or by a "
-                     f"library that writes without Python: {some(changed)}")
+                     f"library that writes without Python: {', '.join(changed)}")
     say_the_rest()
     return 1 if "FAIL" in said else 0 if "ok" in said else 2
 
@@ -254,7 +254,7 @@ def check_loss(seen, problems):
         ten, three, seven = seen["loss"][0].loss[mode]["losses"]
         numbers = (f"in {mode}, the loss of 10 samples is {ten:.4g}, and the losses of 3 and 7 of "
                    f"them are {three:.4g} and {seven:.4g}. ")
-        if kinds[mode] == "sum":
+        if kinds[mode] == "sum" and mode == "evaluation":
             check(promise, False, f"{numbers}Return a mean over the samples, not a sum, without a "
                   "factor for their number")
         else:

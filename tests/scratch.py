@@ -215,15 +215,15 @@ class Mirror:
         self.root = root
         self.room, self.entries = IN_ALL, most
         self.copied = 0  # files
-        self.linked = {}  # what is linked: the state of files, to see that they change
-        self.real = set()  # folders that are mirrored, by their real paths
+        self.linked = {}  # what is linked, and its state, to see that it changes
+        self.real = {}  # folders that are mirrored: their real paths, and where they are
 
     def add(self, place, levels=50):
         """Mirror a folder, and so many levels of folders in it: the upper ones first."""
         queue = collections.deque([(place, self.root + place, levels)])
         while queue:
             folder, mirror, levels = queue.popleft()
-            self.real.add(os.path.realpath(folder))
+            self.real.setdefault(os.path.realpath(folder), mirror)
             os.makedirs(mirror, exist_ok=True)
             try:
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -232,19 +232,24 @@ class Mirror:
             self.entries -= len(entries)
             for entry in entries:
                 new = f"{mirror}/{entry.name}"
+                real = os.path.realpath(entry.path)
                 if entry.name == "__pycache__":
                     continue
-                if levels and self.takes(entry):
+                if levels and self.takes(entry, real):
+                    self.real[real] = new
                     queue.append((entry.path, new, levels - 1))
                 elif not os.path.lexists(new) and not self.copy(entry, new):
-                    os.symlink(os.path.realpath(entry.path), new)
-                    self.linked[entry.path] = state(entry.path) if entry.is_file() else None
+                    if real in self.real:  # as latest -> runs/5: clones have the link, too
+                        os.symlink(os.path.relpath(self.real[real], mirror), new)
+                        continue
+                    os.symlink(real, new)
+                    self.linked[entry.path] = state(entry.path)
 
-    def takes(self, entry):
-        """Return whether a folder is mirrored: not an environment or repository, nor a loop."""
+    def takes(self, entry, real):
+        """Return whether a folder is mirrored: not an environment or repository, and only once."""
         return (entry.is_dir() and self.entries > 0 and not entry.name == ".git"
                 and not os.path.exists(f"{entry.path}/pyvenv.cfg")
-                and os.path.realpath(entry.path) not in {*self.real, os.path.dirname(self.root)})
+                and real not in self.real and real != os.path.dirname(self.root))
 
     def copy(self, entry, new):
         """Copy a small file to new. Return whether it is copied."""
@@ -260,7 +265,7 @@ class Mirror:
         return True
 
     def changed(self):
-        """Return the files that are linked, and have changed."""
+        """Return the linked files that have changed, and folders: their entries, not what is in."""
         return [path for path, before in self.linked.items() if before and state(path) != before]
 
 
@@ -275,6 +280,7 @@ def mirror_folders(folder, beside):
     if not f"{beside}/".startswith(f"{here}/"):
         mirror.add(beside)
     others = Mirror(f"{folder}/base", most=2000)
+    others.real = mirror.real
     others.add(os.path.dirname(here), levels=1)
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     homes = {"TORCH_HOME": f"{cache}/torch", "HF_HOME": f"{cache}/huggingface"}

@@ -197,22 +197,26 @@ def digests(tmp_path, monkeypatch):
 
 def test_a_mirror_has_real_folders_copies_of_small_files_and_links(tmp_path):
     user = tmp_path / "user"
-    for folder in ("runs", ".git", "other"):
+    for folder in ("runs/5", ".git"):
         (user / folder).mkdir(parents=True)
     (user / "small").write_text("small")
     (user / "runs/log").write_text("log")
     (user / "large").write_bytes((scratch.SMALL + 1) * b"x")
+    (user / "runs/5/log").write_text("log 5")
     (user / "runs/loop").symlink_to(user)
-    (user / "data").symlink_to(user / "other")
+    (user / "latest").symlink_to("runs/5")
     mirror = scratch.Mirror(str(tmp_path / "mirror"))
     mirror.add(str(user))
     scratch.clone(str(tmp_path / "mirror"), str(tmp_path / "clone"))
     for root in ("mirror", "clone"):
         place = tmp_path / root / str(user)[1:]
         links = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_symlink()}
-        assert links == {"large", ".git", "runs/loop"}, f"other links, in the {root}: {links}"
-        assert (place / "runs/log").read_text() == "log", f"no copy of runs/log in the {root}"
-    assert mirror.copied == 2 and not mirror.changed(), f"{mirror.copied} copies, not 2"
+        assert links == {"large", ".git", "runs/loop", "runs/5"}, f"other links, in {root}: {links}"
+        (place / "runs/5/log").write_text(root)
+        for name in ("latest/log", "runs/loop/runs/5/log"):
+            assert (place / name).read_text() == root, f"{name} in {root} is another file"
+    assert (user / "runs/5/log").read_text() == "log 5", "a file of the user has changed"
+    assert mirror.copied == 3 and not mirror.changed(), f"{mirror.copied} copies, not 3"
 
 
 @slow
