@@ -105,6 +105,8 @@ def test_the_order_differs_by_epoch_and_by_seed(script):
     for number, order in enumerate(orders):
         assert order not in orders[:number], (
             f"3 epochs with --seed 0 and 3 with --seed 1: number {number + 1} repeats an order")
+    first, other = (flat(record(script, 1, seed)[0][0].start.values()) for seed in (0, 1))
+    assert not torch.equal(first, other), f"{script}: --seed 1 starts with the weights of --seed 0"
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)

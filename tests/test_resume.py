@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -275,16 +276,22 @@ def test_loader_processes_ignore_the_signals_that_stop_a_run(script, tmp_path):
 
 @pytest.mark.parametrize("script", STEP_SCRIPTS)
 def test_it_saves_every_few_minutes(script, tmp_path):
-    """Here, after each step: a kill loses no more."""
+    """By the clock of any rank: on that of rank 1, a step takes a minute."""
     def setup(module, rank):
+        steps, saves = [], []
+        at_step(steps.append)
+        now = time.monotonic
+        if rank == 1:
+            module.time = SimpleNamespace(**{**vars(time),
+                                             "monotonic": lambda: now() + 60 * len(steps)})
         use_small_model(module)
-        if rank == 0:
-            kill_after(4)
+        watch(module, "check_model", lambda *_: saves.append(len(steps)))
+        return saves
 
-    path = tmp_path / "run.pt"
-    train_and_kill(script, *short_flags_of(script, path, "--save-every", 0), nproc=2, setup=setup)
-    assert path.exists(), f"{script} with --save-every 0, killed after step 4, has saved nothing"
-    assert progress(path) == 3, f"{script} with --save-every 0 has saved step {progress(path)} of 4"
+    flags = short_flags_of(script, tmp_path / "run.pt", "--epochs", 1, "--save-every", 2)
+    saves = train_to_end(script, *flags, nproc=2, setup=setup).results
+    assert saves == [[3, 6], [3, 6]], (
+        f"{script}, a step of which takes a minute, with --save-every 2, saves after {saves}")
 
 
 @pytest.mark.parametrize("script", STEP_SCRIPTS)
@@ -389,12 +396,22 @@ DAMAGES = {
     "half of it": lambda path: path.write_bytes(path.read_bytes()[:path.stat().st_size // 2]),
     # As FILE.best, which would be overwritten
     "weights alone": lambda path: torch.save(load_checkpoint(path)["model"], path),
+    "code": lambda path: torch.save({**load_checkpoint(path), "code": Code()}, path),
 }
+
+
+class Code:
+    """Creates a file when it is unpickled."""
+
+    def __reduce__(self):
+        return open, ("code-has-run", "w")
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_file_that_cannot_be_used_ends_the_run_and_is_left(script, kind, runs, tmp_path):
+def test_a_file_that_cannot_be_used_ends_the_run_and_is_left(
+        script, kind, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = shutil.copy(runs(script).stopped, tmp_path / "run.pt")
     DAMAGES[kind](path)
     before = path.read_bytes()
@@ -404,6 +421,7 @@ def test_a_file_that_cannot_be_used_ends_the_run_and_is_left(script, kind, runs,
         assert "error: " in str(end.statuses) and "run.pt" in str(end.statuses), (
             f"{script}: FILE has weights alone, and no error line says so: {end.statuses}")
     assert path.read_bytes() == before, f"{script}: FILE had {kind}, and has been changed"
+    assert not Path("code-has-run").exists(), f"{script} runs code that a checkpoint has"
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
