@@ -11,7 +11,8 @@ Your files: my.py works in a temporary folder, which has copies of your files of
 in all), and links to larger ones. What changes a copy, or removes a file, changes nothing of yours.
 What Python would write to a linked file, to an absolute path or to ~ is refused. A program that
 my.py starts, or a library that writes files without Python, can change these: the check only says
-afterwards that a linked file has changed. This was tried on Linux.
+afterwards that a linked file has changed, not one in a linked folder (.git, environments, all above
+10,000 entries). This was tried on Linux.
 
 It does not see: later epochs, other samples, GPUs, whether the model learns; results that rank 0
 computes from its share and only logs; files that all ranks write; the names (module.) in a file
