@@ -22,7 +22,7 @@ torch.set_num_threads(1)  # two threads that wait for each other are slow on a b
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=8, metavar="N",
+    parser.addoption("--kills", type=int, default=4, metavar="N",
                      help="kills at random moments, in all")
     parser.addoption("--kill-seed", type=int, default=random.randrange(10**6), metavar="N",
                      help="seed of their choices")
