@@ -4,13 +4,17 @@ Any other ends in the error of what refused it. No mistake hangs, and none is a 
 """
 
 import ast
+import os
 
 import pytest
 import torch
+from checkpoints import load_checkpoint
 from copies import make_copy
 from forked import train_forked, watch
 from recorder import change_sets, first_samples, use_small_model
 from scripts import DDP_SCRIPTS, SCRIPTS, load_script, script_path
+
+HAS_DATA_SET = {"mnist_dp": "MNIST", "fashionmnist_ddp": "fashion", "cifar10_ddp": "cifar"}
 
 
 def flags_of(script, *more):
@@ -65,6 +69,52 @@ def test_a_folder_that_does_not_exist_is_an_error_line_at_the_start(script, tmp_
     end = train_forked(script, *flags_of(script, "--checkpoint", path))
     assert_error(end, "absent/run.pt", f"{script}: --checkpoint in a folder that does not exist")
     assert "epoch 1/2" not in end.text, f"{script} trains before it says so\n{end.text}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user requires root")
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_folder_that_cannot_be_written_is_an_error_line(script, tmp_path):
+    """Here, another user's."""
+    module = load_script(script)
+    tmp_path.chmod(0o755)
+    os.setresuid(65534, 65534, 0)
+    try:
+        error = module.load_checkpoint(str(tmp_path / "run.pt"))
+    except SystemExit as end:
+        error = str(end)
+    finally:
+        os.setresuid(0, 0, 0)
+    assert "error: " in str(error) and "run.pt" in error, f"{script}: {error!r}"
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(script, tmp_path):
+    """/dev/full is one."""
+    path = tmp_path / "run.pt"
+
+    def setup(module, rank):
+        def fill(*_):
+            if path.exists():
+                (tmp_path / "run.pt.tmp").symlink_to("/dev/full")
+                (tmp_path / "run.pt.best.tmp").symlink_to("/dev/full")
+
+        use_small_model(module)
+        watch(module, "check_model", fill)
+
+    end = train_forked(script, *flags_of(script, "--checkpoint", path), setup=setup)
+    assert "No space left" in end.text, f"{script}: a full disk is no error\n{end.text}"
+    saved = load_checkpoint(path)["progress"]
+    assert 1 in saved.values() or 4 in saved.values(), f"{script}: a full disk: FILE has {saved}"
+
+
+@pytest.mark.parametrize("script", HAS_DATA_SET)
+def test_without_a_network_it_ends_with_an_error(script, tmp_path):
+    """The proxy of the tests' environment does not answer."""
+    nproc = 1 + SCRIPTS[script].several_processes
+    end = train_forked(script, "--data-dir", tmp_path, nproc=nproc)
+    assert 0 not in end.statuses, f"{script} without data and network ends well\n{end.text}"
+    assert HAS_DATA_SET[script].lower() in end.text.lower(), (
+        f"{script}: no word on the data\n{end.text}")
 
 
 @pytest.mark.parametrize("script", DDP_SCRIPTS)

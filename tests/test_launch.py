@@ -86,9 +86,13 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(script):
             time.sleep(0.2)
             print(rank, "has prepared")
 
+        def load_data(args):
+            print(rank, "loads")
+            sys.exit()
+
         os.environ["LOCAL_RANK"] = str(rank % 2)
         module.prepare_data = prepare_data
-        module.load_data = lambda args: sys.exit(print(rank, "loads"))
+        module.load_data = load_data
 
     text = train_forked(script, nproc=4, setup=setup).text
     expected = "0 prepares\n0 has prepared\n2 prepares\n2 has prepared\n"
