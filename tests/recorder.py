@@ -132,6 +132,12 @@ def number_samples(data):
     return numbers.tolist()
 
 
+def with_numbers(data, train_set):
+    """Return this set with numbered samples: for change_sets()."""
+    number_samples(data)
+    return data
+
+
 def numbers_of(batches):
     """Return the numbers of the samples in these batches, after number_samples()."""
     values = [sample.flatten()[0] for batch in batches for sample in batch[0]]

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from forked import at_step, kill_after, train_and_kill, train_to_end, watch
-from recorder import FewPixels, change_sets, number_samples, use_small_model
+from recorder import FewPixels, change_sets, use_small_model, with_numbers
 from scripts import BEST_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script
 
 
@@ -83,7 +83,7 @@ def test_mnist_dp_uses_each_image_once_and_prints_means():
             seen["model"] = model
 
         batches, seen = {True: [], False: []}, {}
-        change_sets(module, lambda data, train_set: (number_samples(data), data)[1])
+        change_sets(module, with_numbers)
         module.CNN = lambda bf16: FewPixels()
         watch(module, "loss_and_counts", see)
         return batches, seen

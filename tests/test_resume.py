@@ -28,7 +28,7 @@ from copies import make_copy
 from forked import (End, at_step, kill_after, kill_at_call, train_and_kill, train_forked,
                     train_to_end, watch)
 from launchers import start, wait_until_gone
-from recorder import FewPixels, change_sets, first_samples, number_samples, use_small_model
+from recorder import FewPixels, change_sets, first_samples, use_small_model, with_numbers
 from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script, script_path
 
 # Above train(): a small model of images
@@ -169,7 +169,7 @@ def test_resumed_on_other_numbers_of_processes(script, tmp_path):
     def setup(module, rank):
         """Samples that flips and crops do not change. Adam turns rounding into large steps."""
         torch.optim.Adam = lambda parameters, **_: torch.optim.SGD(parameters, lr=0.01)
-        change_sets(module, lambda data, train_set: (number_samples(data), data)[1])
+        change_sets(module, with_numbers)
         use_small_model(module)
 
     def setup_and_kill(module, rank):
