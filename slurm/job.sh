@@ -32,10 +32,11 @@ checkpoint=$(realpath -s "${file:-$SLURM_JOB_NAME-$SLURM_JOB_ID.pt}")
 # A new cluster numbers its jobs from 1 again, and may have the disk of an old one.
 [[ $file || $restarts != 0 || ! -e $checkpoint ]] ||
     die "$checkpoint is another job's: move it and the .code away, or add --checkpoint $checkpoint"
-before=$(stat -Lc %y "$checkpoint" 2>&1) || true    # when it was saved
+saved() { stat -Lc %y "$checkpoint" 2>&1; }     # when, or the error that there is no such file
+before=$(saved) || true
 
-# The code: copies of the script, the modules (*.py) beside it and this file, made when the job first
-# starts.
+# The code: copies of the script, of the modules (*.py) beside it, and of this file, made when the
+# job first starts.
 folder=$(dirname "$checkpoint")/$SLURM_JOB_NAME-$SLURM_JOB_ID.code
 code=$folder/${script##*/}
 if [[ $restarts = 0 || ! -e $folder/job.sh ]]; then
@@ -94,7 +95,7 @@ requeue() {
     [[ ${SLURM_ARRAY_JOB_ID:-} != "$id" ]] || id+=_$SLURM_ARRAY_TASK_ID     # not the whole array
     preempted=$(timeout 600 bash -c "until squeue -ahj $id -O PreemptTime; do sleep 5; done") ||
         preempted=N/A       # Slurm has not answered
-    [[ $(stat -Lc %y "$checkpoint" 2>&1) != "$before" || $preempted != N/A* ]] ||
+    [[ $(saved) != "$before" || $preempted != N/A* ]] ||
         die "the job has saved nothing since it started: it is not requeued"
     scontrol requeue "$id"
     exit 1

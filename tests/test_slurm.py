@@ -111,11 +111,16 @@ print("importing", flush=True)
 if "SLURM_RESTART_COUNT" not in os.environ:
     time.sleep(600)
 """
+BUG = """
+def bug(epoch):
+    while epoch == 35:
+        time.sleep(1)
+"""
 IMPORTS = 'after "from datetime import timedelta"'
 COPIES = {  # file: of which script, and the edits
     "slow.py": ("cpu_ddp", ('after "os.replace("', SLOW), (IMPORTS, STOP)),
     "late.py": ("slow.py", (IMPORTS, LATE)),
-    "bug.py": ("cpu_ddp", ('before "loss = train_epoch"', "assert epoch < 35")),
+    "bug.py": ("cpu_ddp", ("", BUG), ('before "loss = train_epoch"', "if rank: bug(epoch)")),
     "mine/slow.py": ("slow.py", (IMPORTS, "import beside, package")),
 }
 
@@ -462,11 +467,14 @@ def array(lab):
 
 # They end for good.
 def bug(lab):
-    """An epoch fails whenever it is reached. An array's task seems to have submitted the job."""
-    job = lab.sbatch(f"{ONE_CORE} slurm/cifar10-srun.sbatch {LONG}", SCRIPT="bug.py",
-                     SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
+    """Rank 1 hangs in an epoch whenever it is reached. An array's task seems to have submitted
+    the job.
+    """
+    job = lab.sbatch(f"--nodes=2 {ONE_CORE} slurm/cifar10-srun.sbatch {LONG} --timeout 20",
+                     SCRIPT="bug.py", SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     wait_for_restart(lab, job)
     assert_failed_for_good(lab, job, 1)
+    assert " in bug\n" in lab.output(job), f"the log shows not where it hung:\n{lab.output(job)}"
 
 
 def assert_failed_for_good(lab, job, restarts):
