@@ -14,10 +14,11 @@ comments with "DDP:" mark what a script for one process does not have.
 A step has --global-batch samples on any number of processes, so --lr need not change. To keep many
 GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the batch).
 
-With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
-a power cut, the same command continues after the last saved epoch, on any number of processes that
-divides the global batch. FILE.best has the weights of the epoch with the best validation result.
-If an epoch takes long, copy cifar10_ddp/train.py, which saves within epochs, too.
+With --checkpoint FILE (on several machines, on a disk that they share), the run saves after each
+epoch. However it ends, by Ctrl-C, a preemption or a power cut, the same command continues after the
+last saved epoch, on any number of processes that divides the global batch. FILE.best has the
+weights of the epoch with the best validation result. If an epoch takes long, copy
+cifar10_ddp/train.py, which saves within epochs, too.
 
 If a run hangs, each process prints shortly before --timeout which lines it executes.
 
