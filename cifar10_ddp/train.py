@@ -2,49 +2,53 @@
 r"""Train an image classifier on CIFAR-10 or your own images with DistributedDataParallel (DDP).
 
     python train.py                                           # one process, on a GPU or the CPU
-    torchrun --standalone --nproc-per-node=4 train.py --global-batch 512    # four GPUs
+    torchrun --standalone --nproc-per-node=4 train.py --global-batch 2048 --batch-size 512 --bf16
     torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py
-    torchrun --standalone --nproc-per-node=4 train.py --global-batch 512 \
-        --image-folder DIR --model resnet50 --pretrained --bf16 --checkpoint run.pt
+    torchrun --standalone --nproc-per-node=4 train.py --global-batch 512 --bf16 \
+        --image-folder DIR --model resnet50 --pretrained --checkpoint run.pt
 
 Type the third command on each of two machines; HOST is the name of one of them. Each process runs
 this whole file. All begin with the same weights, and each computes the gradient of its share of
 every batch. backward() averages the gradients of all processes, so all make the same step, and
-their weights stay equal. The number of a process, from 0, is its rank. Down to train(), what a
-script for one process does not have is marked with "DDP:".
+their weights stay equal. The number of a process, from 0, is its rank. To the end of train(),
+comments with "DDP:" mark what a script for one process does not have.
 
-A step has --global-batch images on any number of processes. --lr is for 256 images, and is
-multiplied to suit. To keep many GPUs busy, raise --global-batch: 128 images or more for each. A
-process computes at most --batch-size images at once: for larger shares, it adds up gradients.
+A step has --global-batch images on any number of processes. A process computes at most --batch-size
+of them at once: for larger shares, it adds up gradients. To keep GPUs busy, give each 512 images of
+32 pixels (with --batch-size 512), or 128 of 224 pixels. A large batch may need more epochs.
 
 With --checkpoint FILE, the same command resumes a run that was stopped or killed, at the same step
 and with the same random numbers. (With another number of processes, or another --batch-size, crops
 and dropout may differ.) SIGTERM, Ctrl-C or a closed terminal stop all processes after the same
 step: they save, and exit with status 1. FILE.best has the weights of the epoch with the best
-validation result: model.load_state_dict(torch.load("FILE.best", map_location="cpu")).
+validation result. If a run hangs, each process prints shortly before --timeout which lines it
+executes.
 
-A job script for two nodes with four GPUs each. After its time limit, a preemption or the loss of a
-node, the job comes back, if it has saved since it started. FILE (run.pt) must be on a shared disk:
+A job script. After its time limit, a preemption or the loss of a node, the job continues:
 
-    #!/bin/bash
-    #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=128G
-    #SBATCH --time=1:00:00 --signal=TERM@120 --requeue --open-mode=append --output=%x-%j.out
-    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110    # seconds from SIGTERM to the end: 30 otherwise
-    before=$(stat -c %y run.pt 2>&1)
-    port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need different ones
-    srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4 \
-        --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
-        train.py --global-batch 512 --workers 7 --checkpoint run.pt && exit
-    # The processes save and end before the job (TERM@120): time to put it back into the queue, if
-    # it has saved since it started. If it has not, the failure would occur again
-    [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
-    exit 1
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=128G
+#SBATCH --time=1:00:00 --signal=TERM@120 --requeue --open-mode=append --output=%x-%j.out
+source .venv/bin/activate    # your environment
+file=run.pt                  # on a disk that all nodes share
+saved() { stat -Lc %y $file 2>&1; }       # when it was saved, or the error that there is no file
+before=$(saved)
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save after SIGTERM: before torch 2.13, 30
+port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need different ones
+srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=4 \
+    --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
+    train.py --global-batch 4096 --batch-size 512 --workers 7 --checkpoint $file && exit
+# SIGTERM comes two minutes before the job ends (TERM@120): time to save, and to requeue the job. If
+# it has saved nothing since it started, it would only fail again, and is not requeued
+[ "$(saved)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
+exit 1
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example
 of "A complete tutorial to run a distributed training on multiple nodes with Pytorch DDP".
 """
 import argparse
 import contextlib
+import faulthandler
 import functools
 import math
 import os
@@ -63,13 +67,14 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 from torchvision import models
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
 
 
 # ---- Flags, data, model, optimizer, loss, step, evaluation: edit these for your own training. ----
+# train() has connected the processes before it calls load_data() and the functions below it.
 def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
@@ -80,15 +85,15 @@ def parse_args(flags=None):
     parser.add_argument("--batch-size", type=int, default=128,
                         help="images that a process computes at once, as its memory allows")
     parser.add_argument("--lr", type=float,
-                        help="peak learning rate of SGD for 256 images in a step; None: 0.2, which "
-                        "suits ResNets, or 0.02 with --pretrained")
+                        help="peak learning rate of SGD; None: 0.2 (0.02 with --pretrained), which "
+                        "suits ResNets, for 256 images in a step, and in proportion for others")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--model", default="resnet18", choices=models.list_models(module=models),
                         metavar="NAME", help="classifier of torchvision.models")
     parser.add_argument("--pretrained", action="store_true", help="start from ImageNet's weights")
     parser.add_argument("--image-size", type=int, metavar="PIXELS",
                         help="height and width; None: 32 for resnet18 on CIFAR-10, otherwise 224")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16: faster on GPUs")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16: faster on GPUs and AMX CPUs")
     parser.add_argument("--compile", action="store_true", help="compile the model: faster on GPUs")
     parser.add_argument("--data-dir", default="data", help="folder of CIFAR-10")
     data = parser.add_mutually_exclusive_group()
@@ -106,15 +111,16 @@ def parse_args(flags=None):
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     args = parser.parse_args(flags)
     if args.lr is None:
-        args.lr = 0.02 if args.pretrained else 0.2
+        args.lr = (0.02 if args.pretrained else 0.2) * args.global_batch / 256
     if args.image_size is None:
         small = args.model == "resnet18" and not args.image_folder and not args.pretrained
         args.image_size = 32 if small else 224
     return args
 
 
-# Flags that may change when a run is resumed. Another value of any other flag is an error, as of
-# --epochs, which would change the learning rates: to train longer, start a new run from FILE.best
+# Flags that may change when a run is resumed. A change of any other flag is an error, also of
+# --epochs, since the learning rates depend on it. To train longer, start a new run from the best
+# weights: see build_model()
 MAY_CHANGE = ("batch_size", "bf16", "compile", "data_dir", "image_folder", "workers", "checkpoint",
               "save_every", "log_every", "timeout")
 
@@ -134,13 +140,13 @@ def load_data(args):
     They are data sets of pairs (uint8 image (3, height, width), label). CIFAR-10 has no validation
     set, so its test set is taken: its best epoch is a bit too good.
 
-    DDP: all processes must return the same samples in the same order. torch and random are seeded:
-    also seed numpy, if you use it, and sort what os.listdir() or a set returns.
+    DDP: all processes must return the same samples in the same order. torch, random and numpy are
+    seeded. Sort what os.listdir() or a set returns.
     """
     if args.image_folder:
         size = args.image_size
         read = functools.partial(read_image, size=size)
-        crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+        crop = v2.Compose([v2.RandomResizedCrop(size), v2.PILToTensor()])
         center = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), v2.PILToTensor()])
         train_set = ImageFolder(os.path.join(args.image_folder, "train"), crop, loader=read)
         val_set = ImageFolder(os.path.join(args.image_folder, "val"), center, loader=read)
@@ -174,28 +180,35 @@ def read_image(path, size):
         raise RuntimeError(f"cannot read the image {path}") from error
 
 
-def shift_and_flip(images):
-    """Return the images, each shifted by up to 4 pixels and mirrored, or not, at random."""
-    count, _, height, width = images.shape
-    padded = F.pad(images.float(), (4, 4, 4, 4), mode="reflect")
-    shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, 3, 9, 9, height, width), a view
-    down, right = torch.randint(9, (2, count), device=images.device)
-    shifted = shifts[torch.arange(count, device=images.device), :, down, right]
-    mirrored = torch.rand(count, 1, 1, 1, device=images.device) < 0.5
-    return torch.where(mirrored, shifted.flip(3), shifted)
-
-
 # Mean and deviation of red, green and blue, which pretrained weights expect
 IMAGENET = torch.tensor([[123.7, 116.3, 103.5], [58.4, 57.1, 57.4]]).view(2, 3, 1, 1)
 
 
-def normalize(args, images):
-    """Return images of values from 0 to 255 as the model takes them, of args.image_size."""
+def scale(images, labels):
+    """Return a batch with images of mean 0 and deviation 1, and the labels."""
+    if images.dtype != torch.uint8:
+        sys.exit(f"error: images are {images.dtype}, not uint8: scale() would scale them again. "
+                 "Delete ToTensor, Normalize, ... from load_data(), or edit scale()")
     mean, deviation = IMAGENET.to(images.device, non_blocking=True)
-    images = images.sub(mean).div_(deviation).contiguous(memory_format=torch.channels_last)
-    if images.shape[-1] != args.image_size:  # CIFAR-10, for a model that takes larger images
+    return images.sub(mean).div_(deviation), labels
+
+
+def augment(args, images, labels):
+    """Return a training batch: each image is shifted by up to 4 pixels, and mirrored, or not."""
+    count, _, height, width = images.shape
+    padded = F.pad(images, (4, 4, 4, 4), mode="reflect")
+    shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, 3, 9, 9, height, width), a view
+    down, right = torch.randint(9, (2, count), device=images.device)
+    shifted = shifts[torch.arange(count, device=images.device), :, down, right]
+    mirrored = torch.rand(count, 1, 1, 1, device=images.device) < 0.5
+    return torch.where(mirrored, shifted.flip(3), shifted), labels
+
+
+def resize(args, images):
+    """Return the images in --image-size: CIFAR-10's are smaller than what most models take."""
+    if images.shape[-1] != args.image_size:
         images = F.interpolate(images, size=2 * [args.image_size], mode="bilinear")
-    return images
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def build_model(args):
@@ -212,6 +225,10 @@ def build_model(args):
         state.update(fitting)
         model.load_state_dict(state)
         log(f"not pretrained: {', '.join(sorted(state.keys() - fitting)) or 'nothing'}")
+    # A new run that starts from the best weights of another one:
+    # model.load_state_dict(torch.load("FILE.best", map_location="cpu"))
+    # DDP: BatchNorm averages over a part of --batch-size images or fewer. On GPUs, over the parts
+    # of all processes: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model.to(memory_format=torch.channels_last)
 
 
@@ -226,8 +243,7 @@ def build_optimizer(args, model, steps):
     weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": weights, "weight_decay": 5e-4}, {"params": others}]  # biases, norms
-    optimizer = torch.optim.SGD(groups, lr=args.lr * args.global_batch / 256, momentum=0.9,
-                                nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
@@ -237,39 +253,48 @@ def loss_and_counts(args, model, images, labels):
     The loss must be a mean over the samples: with class weights, use reduction="none" and .mean().
     The counts may have any shape: they are added up over all batches and processes, for metrics().
     """
-    smoothing = 0.0
-    if model.training:
-        smoothing = 0.1  # so the training loss is higher than the validation loss
-        if not args.image_folder:  # load_data() has cropped and mirrored images of a folder
-            images = shift_and_flip(images)
+    smoothing = 0.1 if model.training else 0.0  # so the training loss is the higher one
     with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
-        logits = model(normalize(args, images))
+        logits = model(resize(args, images))
         loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
     return loss, (logits.argmax(1) == labels).sum()
 
 
 def metrics(counts, samples):
-    """Return what the log shows beside the loss, by name. The counts are sums over the samples.
-
-    train() chooses FILE.best by the accuracy: for another name, edit "val_accuracy" there.
-    """
+    """Return what the log shows beside the loss, by name. The counts are sums over the samples."""
     return {"accuracy": counts / samples}
 
 
-def train_step(args, step, ddp_model, optimizer, scheduler, batches, sums):
+def score(results):
+    """Return how good these validation results are: FILE.best has the weights of the highest."""
+    return results["val_accuracy"]  # for a loss: -results["val_loss"]
+
+
+def log_results(args, epoch, results):
+    """Print the results of an epoch, numbers by name. Add a file, TensorBoard or W&B here.
+
+    DDP: rank 0 alone calls this, as the last thing in an epoch, after it has saved.
+    """
+    formats = {"lr": ".3g", "seconds": ".1f", "samples/s": ",.0f", "wait": ".0%", "GPU GB": ".1f"}
+    texts = [f"{name} {format(value, formats.get(name, '.4f'))}" for name, value in results.items()]
+    log(f"epoch {epoch + 1}/{args.epochs}  {'  '.join(texts)}")
+
+
+def train_step(args, step, parts, ddp_model, optimizer, scheduler, batches, sums):
     """Make one step, with the gradient of the mean loss of a global batch.
 
-    A global batch has args.parts parts of at most --batch-size images. Of 8 parts on 2 processes,
-    rank 0 computes the parts 0, 2, 4 and 6. With several parts, this is gradient accumulation.
+    A global batch has this number of parts, of at most --batch-size images. Of 8 parts on 2
+    processes, rank 0 computes the parts 0, 2, 4 and 6: this is gradient accumulation.
     """
     world_size = dist.get_world_size()
     optimizer.zero_grad()
-    for part in range(dist.get_rank(), args.parts, world_size):  # DDP: the parts of this process
+    for part in range(dist.get_rank(), parts, world_size):  # DDP: the parts of this process
         batch = next(batches)
         # DDP: other random numbers for each part. A resumed run draws the same
         seed_all(args.seed, step, part)
+        batch = augment(args, *scale(*batch))
         # DDP: as no_sync() does: exchange gradients once, in the backward() of the last part
-        ddp_model.require_backward_grad_sync = part + world_size >= args.parts
+        ddp_model.require_backward_grad_sync = part + world_size >= parts
         # DDP: call ddp_model, never the model in it: otherwise no gradients are averaged
         loss, counts = loss_and_counts(args, ddp_model, *batch)
         # DDP averages the sums of all processes. If 256 images are 2 parts on each of 2 processes,
@@ -288,18 +313,20 @@ def evaluate(args, model, batches):
         dist.broadcast(buffer, 0)  # DDP: all use rank 0's running averages of BatchNorm
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    sums = Sums()
+    sums = Sums(args)
     for batch in batches:
+        batch = scale(*batch)
         loss, counts = loss_and_counts(args, model, *batch)
         sums.add(loss, counts, len(batch[0]))
-    for module, training in modes.items():  # as before: some layers may be frozen
+    for module, training in modes.items():  # as before, also for a call within an epoch
         module.train(training)
     return sums.results("val_")
 
 
 # ---- Training ----
-# DDP: what exchanges data (train_step(), evaluate(), results(), check_model(), close_group()) must
-# run in all processes. Below "if rank == 0", it would wait for the others until --timeout.
+# DDP: what exchanges data (train_step(), exchange, results(), evaluate(), speed_of(),
+# describe_run(), check_model(), close_group()) must run in all processes. Below "if rank == 0", it
+# would wait for the others until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
     # DDP: connects the processes. All get the flags and the checkpoint of rank 0
@@ -307,19 +334,12 @@ def train(args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seed_all(args.seed)  # DDP: all processes draw the same data and weights
     train_set, val_set = load_data(args)
-    if not world_size <= args.global_batch <= len(train_set):  # DDP: each process needs a share
-        sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
-                 f"(processes) and at most {len(train_set)} (training images)")
-    # What a resumed run may not change (args.parts may). DDP: it must be equal in all processes
-    run = describe_run(args, len(train_set))
-    # DDP: each process computes as many parts of a batch, of at most --batch-size images
-    parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
-    args.parts = min(parts, args.global_batch)
+    parts = count_parts(args, len(train_set))  # DDP: each process computes as many parts of a batch
+    steps_per_epoch = len(train_set) // args.global_batch  # leaves out what does not fill a batch
+    steps = args.epochs * steps_per_epoch
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # finds the fastest convolutions
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
-    steps_per_epoch = len(train_set) // args.global_batch  # leaves out what does not fill a batch
-    steps = args.epochs * steps_per_epoch
     model = build_model(args).to(device)
     model.train()  # to freeze BatchNorm: call eval() of these layers after it
     if args.compile:
@@ -329,126 +349,137 @@ def train(args):
     # needs, for example an average of the weights
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = {"step": 0, "best_score": -math.inf}
+    # What a resumed run may not change. DDP: it must be equal in all processes
+    run = describe_run(args, training_samples=len(train_set), validation_samples=len(val_set))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
-    log(f"world size {world_size} on {device.type} | {args.model} | global batch "
-        f"{args.global_batch} ({world_size} x {args.global_batch / world_size:.4g}) of "
-        f"{len(train_set)} images in {len(args.classes)} classes | "
-        f"lr {args.lr * args.global_batch / 256:g} | {args.epochs} epochs, {steps} steps"
-        + (f", resumed after step {progress['step']}" if progress["step"] else "")
-        + ("" if len(val_set) else " | no validation samples: no best weights")
-        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
+    log_start(args, device, len(train_set), len(val_set), progress["step"])
 
-    signals = collect_signals()
-    step = progress["step"]
-    timer = Timer(args, steps, step)
-    sampler = own_parts(args, len(train_set), step)  # DDP: the parts that this process computes
-    loader = build_loader(args, SeededBatches(train_set), sampler=sampler, batch_size=None)
-    # iter() starts the loader's processes, once: beside a step, threads of gloo could block them
-    batches = on_device(timer.timed(iter(loader)), device)
-    val_share = range(rank, len(val_set), world_size)  # DDP: each process evaluates other images
-    val_parts = [(args.seed, first, rank, val_share[first:first + args.batch_size])
-                 for first in range(0, len(val_share), args.batch_size)]
-    val_loader = build_loader(args, SeededBatches(val_set), sampler=val_parts, batch_size=None)
-    save_time = time.monotonic() + 60 * args.save_every
+    train_parts, val_loader = build_loaders(args, parts, train_set, val_set, progress["step"])
+    exchange = Exchange(args)
     # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):
-        start, first_step = time.perf_counter(), step
-        end_of_epoch = (epoch + 1) * steps_per_epoch
-        sums = Sums()
-        while step < end_of_epoch:
-            # DDP: all must stop, or save, after the same step. So they tell each other, beside the
-            # step, whether one has received a signal, and whether it is time to save
-            asked = torch.tensor([len(signals), time.monotonic() > save_time])
-            exchange = dist.all_reduce(asked, async_op=True) if world_size > 1 else None
-            train_step(args, step, ddp_model, optimizer, scheduler, batches, sums)
-            step += 1
-            if exchange:
-                exchange.wait()
-            stop, save_now = asked.tolist()
-            if stop or save_now or step == end_of_epoch:
-                check_model(model)
-                progress["step"] = step
-                save_time = time.monotonic() + 60 * args.save_every
+    for epoch in range(max(0, progress["step"] - 1) // steps_per_epoch, args.epochs):
+        first_step, end_of_epoch = progress["step"], (epoch + 1) * steps_per_epoch
+        lr, start = optimizer.param_groups[0]["lr"], time.perf_counter()
+        batches, sums, timer = OnDevice(train_parts, device), Sums(args), Timer(args, epoch, steps)
+        for step in range(first_step, end_of_epoch):
+            # DDP: all must save, or stop, after the same step. So they tell each other, beside it
+            exchange.begin(batches.wait, save=step + 1 == end_of_epoch)
+            train_step(args, step, parts, ddp_model, optimizer, scheduler, batches, sums)
+            progress["step"] = step + 1
+            save_now, stop = exchange.end()
+            if save_now:
+                check_model(model)  # DDP: they must be equal in all processes
                 if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one saves
                     states = {name: item.state_dict() for name, item in saved.items()}
                     states.update(progress=progress, run=run, classes=args.classes)
                     save(states, args.checkpoint)
-            if stop and step < steps:
+                    log(f"saved after step {step + 1}")
+            if stop and step + 1 < steps:
                 close_group()
-                sys.exit(f"stopped by a signal after step {step}" if rank == 0 else 1)
-            timer.log(epoch, step, sums)
+                sys.exit(f"stopped by a signal after step {step + 1}" if rank == 0 else 1)
+            if rank == 0:
+                timer.log(step + 1, sums, exchange.wait)
 
         results = sums.results()  # {} if resumed at the end of the epoch
         seconds = time.perf_counter() - start
-        val_batches = on_device(iter(val_loader), device)  # iter() may draw a random number
         # For an evaluation that draws random numbers. DDP: others in each process. A run that is
         # resumed here draws the same
-        seed_all(args.seed, epoch, step, rank)
-        val_results = evaluate(args, model, val_batches)
-        results.update(val_results)
-        speed = (step - first_step) * args.global_batch / seconds
-        log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
-            f"{speed:,.0f} images/s")
-        # FILE.best has the weights of the highest score. For a loss: -val_results["val_loss"]
-        score = val_results["val_accuracy"] if val_results else -math.inf
-        if score > progress["best_score"]:
-            progress["best_score"] = score  # in the next checkpoint
+        seed_all(args.seed, epoch, progress["step"], rank)
+        val_results = evaluate(args, model, OnDevice(val_loader, device))
+        speed = speed_of((end_of_epoch - first_step) * args.global_batch, seconds, batches.wait)
+        results.update(val_results, lr=lr, **speed)
+        if val_results and score(val_results) > progress["best_score"]:
+            progress["best_score"] = score(val_results)  # in the next checkpoint
             if rank == 0 and args.checkpoint:
                 save(model.state_dict(), f"{args.checkpoint}.best")
+        if rank == 0:
+            log_results(args, epoch, results)
     close_group()  # DDP: waits for all processes
 
 
 # ---- You need not read the rest to use or edit this file: it loads, connects and saves. ----
-def own_parts(args, images, step):
+def count_parts(args, images):
+    """Return the number of parts of a global batch: as many in each process."""
+    world_size = dist.get_world_size()
+    if not world_size <= args.global_batch <= images or args.batch_size < 1:
+        sys.exit(f"error: --global-batch {args.global_batch} must be at least {world_size} "
+                 f"(processes) and at most {images} (training images), and --batch-size "
+                 f"{args.batch_size} at least 1")
+    parts = world_size * math.ceil(args.global_batch / (world_size * args.batch_size))
+    return min(parts, args.global_batch)
+
+
+def build_loaders(args, parts, train_set, val_set, step):
+    """Return an iterator over the parts of this process, from step on, and a validation loader.
+
+    The way of a part: own_parts() yields the indices of its images, SeededBatches reads them in a
+    loader process, and OnDevice copies them to the GPU.
+    """
+    # generator: iter() draws a number from it, and not from the one that seed_all() seeds
+    options = {"batch_size": None, "generator": torch.Generator(), "num_workers": args.workers,
+               "pin_memory": torch.cuda.is_available()}
+    if args.workers:
+        options.update(persistent_workers=True, worker_init_fn=ignore_signals,
+                       timeout=args.timeout)  # a sample that does not come is an error
+    if args.workers and sys.platform == "linux":
+        options["multiprocessing_context"] = "fork"  # other methods import PyTorch in each process
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = range(rank, len(val_set), world_size)  # each validation image once
+    val_parts = [(args.seed, first, rank, share[first:first + args.batch_size])
+                 for first in range(0, len(share), args.batch_size)]
+    train_loader = DataLoader(SeededBatches(args, train_set), **options,
+                              sampler=own_parts(args, parts, len(train_set), step))
+    val_loader = DataLoader(SeededBatches(args, val_set), **options, sampler=val_parts)
+    # iter() forks the loader processes, here and not later: a thread of gloo, which works beside a
+    # step, could hold a lock, for which a process that is forked then would wait for ever
+    return iter(train_loader), val_loader
+
+
+def own_parts(args, parts, images, step):
     """Yield the parts of this process, from step on: (seed, step, part, indices of its images)."""
     steps_per_epoch = images // args.global_batch
     for epoch in range(step // steps_per_epoch, args.epochs):
-        # DDP: the same order in all processes. (The hash of numbers is the same everywhere)
+        # The same order in all processes. (The hash of numbers is the same everywhere)
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
         order = torch.randperm(images, generator=shuffle).tolist()
         while step < (epoch + 1) * steps_per_epoch:
             first = step % steps_per_epoch * args.global_batch
             batch = order[first:first + args.global_batch]
-            for part in range(dist.get_rank(), args.parts, dist.get_world_size()):
-                # DDP: part 1 of 4 has the images 1, 5, 9, ... of the batch
-                yield args.seed, step, part, batch[part::args.parts]
+            for part in range(dist.get_rank(), parts, dist.get_world_size()):
+                # Part 1 of 4 has the images 1, 5, 9, ... of the batch
+                yield args.seed, step, part, batch[part::parts]
             step += 1
 
 
 class SeededBatches(Dataset):
     """Item (a, b, c, indices) is the batch of these samples of data, seeded by numbers a, b, c."""
 
-    def __init__(self, data):
-        self.data = data
+    def __init__(self, args, data):
+        self.args, self.data = args, data
 
     def __getitem__(self, part):
         *numbers, indices = part
         seed_all(*numbers)  # other random crops for each part. A resumed run draws the same
         if type(self.data) is TensorDataset:  # all samples at once, which is faster
             return [tensor.index_select(0, torch.tensor(indices)) for tensor in self.data.tensors]
-        return default_collate([self.data[index] for index in indices])
+        restart_alarm(self.args.timeout)
+        batch = default_collate([self.data[index] for index in indices])
+        if get_worker_info():
+            restart_alarm(0)  # a loader process without work does not hang
+        return batch
 
 
 def seed_all(*numbers):
-    """Seed the random numbers of torch and Python in this process by these integers."""
+    """Seed the random numbers of torch, Python and numpy in this process by these integers."""
     seed = hash(numbers)  # of integers, the same in all processes
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 0.1 ms
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would take 0.1 ms
     if torch.cuda.is_initialized():  # not in a loader process
         torch.cuda.manual_seed(seed)
-
-
-def build_loader(args, data, **options):
-    """Return a DataLoader whose processes start once."""
-    options.update(num_workers=args.workers, pin_memory=torch.cuda.is_available())
-    if args.workers:
-        options.update(persistent_workers=True, worker_init_fn=ignore_signals,
-                       timeout=args.timeout)  # a sample that does not come is an error
-    if args.workers and sys.platform == "linux":
-        options["multiprocessing_context"] = "fork"  # other methods import PyTorch in each process
-    return DataLoader(data, **options)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def ignore_signals(worker):
@@ -457,61 +488,88 @@ def ignore_signals(worker):
         signal.signal(signum, signal.SIG_IGN)
 
 
-def collect_signals():
-    """Return a list to which each SIGTERM, Ctrl-C or closed terminal is added when it comes."""
-    signals = []
+class Exchange:
+    """Tells all processes, beside a step, what one of them knows. All processes call this.
 
-    def receive(signum, frame):
-        signals.append(signum)
+    wait: the largest number of seconds in which a process has waited for images in this epoch.
+    """
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(signum, receive)
-    return signals
+    def __init__(self, args):
+        self.args, self.signals, self.wait = args, [], 0.0
+        self.save_time = time.monotonic() + 60 * args.save_every
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(signum, self.receive)
+
+    def receive(self, signum, frame):
+        """Note that SIGTERM, Ctrl-C or a closed terminal has come, and then say so."""
+        self.signals.append(signum)
+        if dist.get_rank() == 0 and len(self.signals) == 1:
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                # Not print(), which may be what the signal has interrupted
+                os.write(2, b"a signal has come: the run stops after its next step\n")
+
+    def begin(self, wait, save):
+        """Send whether a signal has come, whether to save, and the seconds of waiting."""
+        values = [save or time.monotonic() > self.save_time, len(self.signals), wait]
+        self.largest = torch.tensor(values, dtype=torch.double)
+        self.work = dist.all_reduce(self.largest, dist.ReduceOp.MAX, async_op=True)
+
+    def end(self):
+        """Return whether all processes save after this step, and whether they stop."""
+        self.work.wait()
+        save, stop, self.wait = self.largest.tolist()
+        if save or stop:
+            self.save_time = time.monotonic() + 60 * self.args.save_every
+        return bool(save or stop), bool(stop)
 
 
 class Timer:
-    """Measures the speed, and the time of waiting for images. Prints a line every --log-every s."""
+    """Prints the loss, the speed and the time left, every --log-every seconds of an epoch."""
 
-    def __init__(self, args, steps, step):
-        self.args, self.steps, self.first_step = args, steps, step + 1
-        self.wait = 0.0
+    def __init__(self, args, epoch, steps):
+        self.args, self.epoch, self.steps = args, epoch, steps
+        self.first_step = None
 
-    def timed(self, batches):
-        """Yield the batches, and add up the seconds of waiting for them."""
-        while True:
-            before = time.monotonic()
-            batch = next(batches)
-            self.wait += time.monotonic() - before
-            yield batch
-
-    def log(self, epoch, step, sums):
-        """Print rank 0's loss in this epoch, the speed since the first step, and the time left."""
+    def log(self, step, sums, wait):
+        """Print rank 0's loss in this epoch, and the speed since the epoch's first step."""
         now = time.monotonic()
-        if step == self.first_step:  # the first step is slower, and is not timed
+        if self.first_step is None:  # it is slower, and not timed
+            self.first_step, self.first_wait = step, wait
             self.start = self.last = now
-            self.wait = 0.0
         elif now - self.last >= self.args.log_every:
             self.last = now
             seconds = now - self.start
             rate = (step - self.first_step) / seconds
-            log(f"epoch {epoch + 1}/{self.args.epochs}  step {step}/{self.steps}  "
+            log(f"epoch {self.epoch + 1}/{self.args.epochs}  step {step}/{self.steps}  "
                 f"loss {sums.loss / sums.samples:.4f}  "
-                f"{rate * self.args.global_batch:,.0f} images/s  "
-                f"wait {100 * self.wait / seconds:.0f} %  "
+                f"{rate * self.args.global_batch:,.0f} samples/s  "
+                f"wait {(wait - self.first_wait) / seconds:.0%}  "
                 f"{timedelta(seconds=round((self.steps - step) / rate))} left")
 
 
-def on_device(loader, device):
-    """Yield the batches of a DataLoader (lists of tensors) on the device."""
-    for batch in loader:
-        yield [tensor.to(device, non_blocking=True) for tensor in batch]
+class OnDevice:
+    """Iterates over the batches (lists of tensors) of a DataLoader, on the device."""
+
+    def __init__(self, batches, device):
+        self.batches, self.device = iter(batches), device
+        self.wait = 0.0  # seconds in which this process has waited for batches
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        start = time.perf_counter()
+        batch = next(self.batches)
+        self.wait += time.perf_counter() - start
+        return [tensor.to(self.device, non_blocking=True) for tensor in batch]
 
 
 class Sums:
     """Adds up losses and counts on the GPU: only results() waits for it."""
 
-    def __init__(self):
+    def __init__(self, args):
+        self.args = args
         self.loss = self.counts = self.samples = 0
 
     def add(self, loss, counts, samples):
@@ -519,6 +577,7 @@ class Sums:
         self.loss += samples * loss.detach().double()
         self.counts += counts.detach().double()
         self.samples += samples
+        restart_alarm(self.args.timeout)  # this process does not hang
 
     def results(self, prefix=""):
         """Return mean loss and metrics of all processes' samples, by name ({} without samples)."""
@@ -532,9 +591,50 @@ class Sums:
         return {prefix + name: float(value) for name, value in means.items()}
 
 
-def show(results):
-    """Return results as text, for the log."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+def largest(value):
+    """Return the largest of all processes' values. All processes call this."""
+    value = torch.tensor(value, dtype=torch.double)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def speed_of(samples, seconds, wait=0.0):
+    """Return the speed of an epoch, by name. All processes call this.
+
+    wait, and the GPUs' memory, are the largest of all processes. Numbers that are 0 are left out.
+    """
+    of_this = [wait / seconds, torch.cuda.max_memory_allocated() / 1e9]
+    largest = torch.tensor(of_this, dtype=torch.double)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    wait, memory = largest.tolist()
+    speed = {"seconds": seconds, "samples/s": samples / seconds, "wait": wait, "GPU GB": memory}
+    return {name: value for name, value in speed.items() if value}
+
+
+def log_start(args, device, samples, val_samples, step):
+    """Print the settings of this run: rank 0 does."""
+    world_size = dist.get_world_size()
+    steps = args.epochs * (samples // args.global_batch)
+    log(f"world size {world_size} on {device.type} | {args.model} | global batch "
+        f"{args.global_batch} ({world_size} x {args.global_batch / world_size:.4g}) of {samples} "
+        f"images in {len(args.classes)} classes, which augment() changes | "
+        f"lr {args.lr:g} | {args.epochs} epochs, {steps} steps"
+        + (f", resumed after step {step}" if step else "")
+        + ("" if val_samples else " | no validation samples: no best weights")
+        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
+
+
+def restart_alarm(timeout):
+    """Let this process print which lines it executes, shortly before timeout seconds have passed.
+
+    Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
+    process continues. kill -ALRM PID prints the lines at once.
+    """
+    # Not on Windows, and not if this program uses the signal itself
+    if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
+        # Not at the same moment in all processes: their lines would mix
+        signal.setitimer(signal.ITIMER_REAL, timeout * (0.9 - os.getpid() % 64 / 1000))
 
 
 def form_group(args):
@@ -554,7 +654,7 @@ def form_group(args):
     if gpus:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"  # two: flags and sums are exchanged between CPUs
+        backend = "cpu:gloo,cuda:nccl"  # gradients are exchanged by nccl, flags and sums by gloo
     checkpoint = {}
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
         prepare_data(args)
@@ -569,14 +669,19 @@ def form_group(args):
     if local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
+    restart_alarm(args.timeout)
     return args, device, checkpoint
 
 
 def load_checkpoint(path):
     """Return the checkpoint at path, {} if there is none."""
-    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
-        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
-    if not path or not os.path.exists(path):
+    if not path:
+        return {}
+    try:
+        open(f"{path}.tmp", "ab").close()  # fail now, not at the first save
+    except OSError as error:
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable ({error})")
+    if not os.path.exists(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
@@ -585,14 +690,21 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def describe_run(args, samples):
-    """Return what a resumed run may not change: flags and number of training samples, as text."""
-    run = {**vars(args), "training_samples": samples}
+def describe_run(args, **data):
+    """Return what a resumed run may not change, as text: flags, and these numbers of the data."""
+    if not isinstance(args.seed, int):  # the hash of None or of a text differs by process
+        sys.exit(f"error: --seed must be an integer, and is {args.seed!r}")
+    run = {**vars(args), **data}
     run = {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, run)
-    if any(others != run for others in of_ranks):  # for example, a file is missing on one machine
-        sys.exit(f"error: the processes have different data: rank {dist.get_rank()} has {run}")
+    for name, value in run.items():
+        if " at 0x" in value:
+            sys.exit(f"error: args.{name} is {value}, which has another address in each process: "
+                     "keep it out of args, or add its name to MAY_CHANGE")
+        values = [other.get(name) for other in of_ranks]
+        if values != [value] * len(values):  # for example, a file is missing on one machine
+            sys.exit(f"error: {name} differs by process: {values!s:.500}")
     return run
 
 
@@ -601,6 +713,7 @@ def resume(checkpoint, run, saved, progress):
     if not checkpoint:
         return
     before = checkpoint["run"]
+    # Values are texts. A new flag of the script, which the checkpoint lacks, may be "None"
     changes = [f"{name} was {before.get(name)}, is {run.get(name)}" for name in {**before, **run}
                if before.get(name, "None") != run.get(name, "None")]
     if changes:
@@ -630,12 +743,15 @@ def save(checkpoint, path):
         torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())
+    # Other numbers than Python's and torch's, such as numpy's, are an error now, not at the resume
+    torch.load(f"{path}.tmp", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
 
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
+    restart_alarm(0)
     time.sleep(0.5)  # without it, 1 of 20 runs aborts in a thread of gloo (pytorch#154976)
     dist.destroy_process_group()
 
@@ -643,7 +759,8 @@ def close_group():
 def log(message):
     """Print on rank 0, or in a program that only imports this file."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(message, flush=True)
+        with contextlib.suppress(OSError):  # without a reader of the log, the run continues
+            print(message, flush=True)
 
 
 def fake_images(count, shape, seed):

@@ -10,20 +10,23 @@ this whole file. All begin with the same weights, and each computes the gradient
 every batch. backward() averages the gradients of all processes, so all make the same step, and
 their weights stay equal. The number of a process, from 0, is its rank.
 
-Down to train(), what a script for one process does not have is marked with "DDP:". These lines
-connect the processes, take a share of each batch, call the model through DDP, add up what is
+To the end of train(), comments with "DDP:" mark what a script for one process does not have. These
+lines connect the processes, take a share of each batch, call the model through DDP, add up what is
 logged, and save on one process. A step has --global-batch samples on any number of processes, and
 the losses are equal up to rounding.
 
 With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
-a power cut, the same command continues after the last saved epoch, on any number of processes.
+a power cut, the same command continues after the last saved epoch, on any number of processes. If a
+run hangs, each process prints shortly before --timeout which lines it executes.
 
 This file trains on CPUs, to be easy to read. synthetic_ddp/train.py has the same parts for GPUs,
 with a DataLoader and a validation set: copy that one. Follows "PyTorch DDP on CPU" (Slurm) and "Get
 Started Training a Model using PyTorch DDP in 5 Minutes (CPU)" of awsome-distributed-training.
 """
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -37,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 # ---- Flags, data, model, optimizer, loss, loop: what a script for one process has, too. ----
+# train() has connected the processes before it calls load_data() and the functions below it.
 def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
@@ -53,8 +57,8 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. Another value of any other flag is an error, as of
-# --epochs, on which a schedule of the learning rate would depend
+# Flags that may change when a run is resumed. A change of any other flag is an error, also of
+# --epochs, since a schedule of the learning rate would depend on it
 MAY_CHANGE = ("checkpoint", "timeout")
 
 
@@ -98,13 +102,14 @@ def train_epoch(args, ddp_model, optimizer, inputs, targets, epoch):
         (weight * loss).backward()  # DDP: averages the gradients of all processes
         optimizer.step()
         loss_sum += len(share) * loss.detach()
+        restart_alarm(args.timeout)  # this process does not hang
     dist.all_reduce(loss_sum)  # DDP: adds up the losses of all processes
     return loss_sum.item() / (steps * args.global_batch)
 
 
 # ---- Training ----
-# DDP: what exchanges data (backward(), all_reduce(), check_model(), close_group()) must run in all
-# processes. Below "if rank == 0", it would wait for the others until --timeout.
+# DDP: what exchanges data (train_epoch(), describe_run(), check_model(), close_group()) must run in
+# all processes. Below "if rank == 0", it would wait for the others until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
     # DDP: connects the processes. All get the flags and the checkpoint of rank 0
@@ -121,7 +126,7 @@ def train(args):
     saved = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 0}
     # What a resumed run may not change. DDP: it must be equal in all processes
-    run = describe_run(args, len(inputs))
+    run = describe_run(args, training_samples=len(inputs))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model) if world_size > 1 else model
@@ -135,16 +140,29 @@ def train(args):
         # DDP: other random numbers (of dropout) in each process. A resumed run draws the same
         torch.manual_seed(hash((args.seed, epoch, rank)))
         loss = train_epoch(args, ddp_model, optimizer, inputs, targets, epoch)
-        log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}")
         check_model(model)  # DDP: they must be equal in all processes
         progress["epoch"] = epoch + 1
         if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one process saves
             states = {name: item.state_dict() for name, item in saved.items()}
             save({**states, "progress": progress, "run": run}, args.checkpoint)
+        log(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}")
     close_group()  # DDP: waits for all processes
 
 
 # ---- You need not read the rest: it connects, saves and resumes. ----
+def restart_alarm(timeout):
+    """Let this process print which lines it executes, shortly before timeout seconds have passed.
+
+    Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
+    process continues. kill -ALRM PID prints the lines at once.
+    """
+    # Not on Windows, and not if this program uses the signal itself
+    if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
+        # Not at the same moment in all processes: their lines would mix
+        signal.setitimer(signal.ITIMER_REAL, timeout * (0.9 - os.getpid() % 64 / 1000))
+
+
 def form_group(args):
     """Connect all processes. Return the flags and the checkpoint of rank 0."""
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
@@ -160,14 +178,19 @@ def form_group(args):
     of_rank_0 = [args, checkpoint]  # other flags may be typed elsewhere, and FILE may be missing
     dist.broadcast_object_list(of_rank_0)
     args, checkpoint = of_rank_0
+    restart_alarm(args.timeout)
     return args, checkpoint
 
 
 def load_checkpoint(path):
     """Return the checkpoint at path, {} if there is none."""
-    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
-        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
-    if not path or not os.path.exists(path):
+    if not path:
+        return {}
+    try:
+        open(f"{path}.tmp", "ab").close()  # fail now, not at the first save
+    except OSError as error:
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable ({error})")
+    if not os.path.exists(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
@@ -176,14 +199,21 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def describe_run(args, samples):
-    """Return what a resumed run may not change: flags and number of training samples, as text."""
-    run = {**vars(args), "training_samples": samples}
+def describe_run(args, **data):
+    """Return what a resumed run may not change, as text: flags, and these numbers of the data."""
+    if not isinstance(args.seed, int):  # the hash of None or of a text differs by process
+        sys.exit(f"error: --seed must be an integer, and is {args.seed!r}")
+    run = {**vars(args), **data}
     run = {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, run)
-    if any(others != run for others in of_ranks):  # for example, a file is missing on one machine
-        sys.exit(f"error: the processes have different data: rank {dist.get_rank()} has {run}")
+    for name, value in run.items():
+        if " at 0x" in value:
+            sys.exit(f"error: args.{name} is {value}, which has another address in each process: "
+                     "keep it out of args, or add its name to MAY_CHANGE")
+        values = [other.get(name) for other in of_ranks]
+        if values != [value] * len(values):  # for example, a file is missing on one machine
+            sys.exit(f"error: {name} differs by process: {values!s:.500}")
     return run
 
 
@@ -192,6 +222,7 @@ def resume(checkpoint, run, saved, progress):
     if not checkpoint:
         return
     before = checkpoint["run"]
+    # Values are texts. A new flag of the script, which the checkpoint lacks, may be "None"
     changes = [f"{name} was {before.get(name)}, is {run.get(name)}" for name in {**before, **run}
                if before.get(name, "None") != run.get(name, "None")]
     if changes:
@@ -221,12 +252,15 @@ def save(checkpoint, path):
         torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())
+    # Other numbers than Python's and torch's, such as numpy's, are an error now, not at the resume
+    torch.load(f"{path}.tmp", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
 
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
+    restart_alarm(0)
     time.sleep(0.5)  # without it, 1 of 20 runs aborts in a thread of gloo (pytorch#154976)
     dist.destroy_process_group()
 

@@ -9,40 +9,48 @@ r"""Train a CNN on Fashion-MNIST with DistributedDataParallel (DDP): the images 
 Type the last command on each of two machines; HOST is the name of one of them. Each process runs
 this whole file. All begin with the same weights, and each computes the gradient of its share of
 every batch. backward() averages the gradients of all processes, so all make the same step, and
-their weights stay equal. The number of a process, from 0, is its rank. Down to train(), what a
-script for one process does not have is marked with "DDP:".
+their weights stay equal. The number of a process, from 0, is its rank. To the end of train(),
+comments with "DDP:" mark what a script for one process does not have.
 
 A step has --global-batch images on any number of processes, so --lr need not change. To keep many
 GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the batch).
 
 With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
 a power cut, the same command continues after the last saved epoch, on any number of processes.
-FILE.best has the weights of the epoch with the best validation result:
-model.load_state_dict(torch.load("FILE.best", map_location="cpu")). If an epoch takes long, copy
+FILE.best has the weights of the epoch with the best validation result. If an epoch takes long, copy
 cifar10_ddp/train.py, which saves within epochs, too.
 
-A job script for one node with four GPUs. After its time limit, a preemption or the loss of the
-node, the job comes back, if it has saved since it started. FILE (run.pt) must be on a shared disk:
+If a run hangs, each process prints shortly before --timeout which lines it executes.
 
-    #!/bin/bash
-    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
-    #SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
-    before=$(stat -c %y run.pt 2>&1)
-    srun --cpus-per-task=32 python train.py --checkpoint run.pt && exit
-    # The processes end a minute before the job (TERM@60): time to put it back into the queue, if it
-    # has saved since it started. If it has not, the failure would occur again
-    [ "$(stat -c %y run.pt 2>&1)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
-    exit 1
+A job script. After its time limit, a preemption or the loss of a node, the job continues:
+
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
+#SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
+source .venv/bin/activate    # your environment
+file=run.pt                  # on a disk that all nodes share
+saved() { stat -Lc %y $file 2>&1; }       # when it was saved, or the error that there is no file
+before=$(saved)
+port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need different ones
+srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=4 \
+    --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
+    train.py --checkpoint $file && exit
+# SIGTERM ends the processes a minute before the job ends (TERM@60): time to requeue the job. If it
+# has saved nothing since it started, it would only fail again, and is not requeued
+[ "$(saved)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
+exit 1
 
 Follows "Distributed Data Parallel (DDP) with PyTorch on HPC" of HPC.NRW.
 """
 import argparse
+import faulthandler
 import math
 import os
 import signal
 import socket
 import sys
 import time
+import zlib
 from datetime import timedelta
 
 import torch
@@ -56,6 +64,7 @@ from torchvision.datasets import FashionMNIST
 
 
 # ---- Flags, data, model, optimizer, loss, loops: edit these for your own training. ----
+# train() has connected the processes before it calls load_data() and the functions below it.
 def parse_args(flags=None):
     """Return the settings of these flags (strings), or of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
@@ -65,7 +74,7 @@ def parse_args(flags=None):
                         help="images in a step, over all processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16: faster on GPUs")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16: faster on GPUs and AMX CPUs")
     parser.add_argument("--nproc", type=int, help="processes to start; None: one per GPU")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
     parser.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
@@ -76,8 +85,9 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. Another value of any other flag is an error, as of
-# --epochs, which would change the learning rates: to train longer, start a new run from FILE.best
+# Flags that may change when a run is resumed. A change of any other flag is an error, also of
+# --epochs, since the learning rates depend on it. To train longer, start a new run from the best
+# weights: see build_model()
 MAY_CHANGE = ("bf16", "nproc", "data_dir", "checkpoint", "timeout")
 
 
@@ -126,7 +136,12 @@ class CNN(nn.Module):
 
 def build_model(args):
     """Return the model to train, on the CPU."""
-    return CNN().to(memory_format=torch.channels_last)
+    model = CNN()
+    # A new run that starts from the best weights of another one:
+    # model.load_state_dict(torch.load("FILE.best", map_location="cpu"))
+    # DDP: BatchNorm averages over the share of its process. On GPUs, over the whole batch:
+    # model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model.to(memory_format=torch.channels_last)
 
 
 def build_optimizer(args, model, steps):
@@ -141,10 +156,18 @@ def build_optimizer(args, model, steps):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def augment(images):
-    """Flip each image left to right with probability 0.5."""
+def scale(images, labels):
+    """Return a batch as the model takes it: images of values from 0 to 1, and the labels."""
+    if images.dtype != torch.uint8:
+        sys.exit(f"error: images are {images.dtype}, not uint8: scale() would scale them again. "
+                 "Delete ToTensor, Normalize, ... from load_data(), or edit scale()")
+    return images.div(255).to(memory_format=torch.channels_last), labels
+
+
+def augment(args, images, labels):
+    """Return a training batch: each image is flipped left to right with probability 0.5."""
     flip = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
-    return torch.where(flip, images.flip(3), images)
+    return torch.where(flip, images.flip(3), images), labels
 
 
 def loss_and_counts(args, model, images, labels):
@@ -153,11 +176,7 @@ def loss_and_counts(args, model, images, labels):
     The loss must be a mean over the samples: with class weights, use reduction="none" and .mean().
     The counts may have any shape: they are added up over all batches and processes, for metrics().
     """
-    smoothing = 0.0
-    if model.training:
-        smoothing = 0.1  # so the training loss is higher than the validation loss
-        images = augment(images)
-    images = images.div(255).to(memory_format=torch.channels_last)
+    smoothing = 0.1 if model.training else 0.0  # so the training loss is the higher one
     with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
         logits = model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
@@ -165,23 +184,39 @@ def loss_and_counts(args, model, images, labels):
 
 
 def metrics(counts, samples):
-    """Return what the log shows beside the loss, by name. The counts are sums over the samples.
-
-    train() chooses FILE.best by the accuracy: for another name, edit "val_accuracy" there.
-    """
+    """Return what the log shows beside the loss, by name. The counts are sums over the samples."""
     return {"accuracy": counts / samples}
+
+
+def score(results):
+    """Return how good these validation results are: FILE.best has the weights of the highest."""
+    return results["val_accuracy"]  # for a loss: -results["val_loss"]
+
+
+def log_results(args, epoch, results):
+    """Print the results of an epoch, numbers by name. Add a file, TensorBoard or W&B here.
+
+    DDP: rank 0 alone calls this, as the last thing in an epoch, after it has saved.
+    """
+    formats = {"lr": ".3g", "seconds": ".1f", "samples/s": ",.0f", "wait": ".0%", "GPU GB": ".1f"}
+    texts = [f"{name} {format(value, formats.get(name, '.4f'))}" for name, value in results.items()]
+    log(f"epoch {epoch + 1}/{args.epochs}  {'  '.join(texts)}")
 
 
 def own_batches(args, tensors, epoch=None):
     """Yield this process's share of each batch: shuffled for an epoch, or (None) in their order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     order = torch.arange(len(tensors[0]))
+    size = args.global_batch * world_size  # an evaluation, without gradients, needs less memory
     if epoch is not None:
         # DDP: the same order in all processes. (The hash of numbers is the same everywhere)
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
         order = torch.randperm(len(order), generator=shuffle)
-        order = order[:len(order) // args.global_batch * args.global_batch]  # full batches only
-    for batch in order.to(tensors[0].device).split(args.global_batch):
+        size = args.global_batch
+        # Full batches only: train_epoch() divides by --global-batch, and each process must make
+        # the same number of steps
+        order = order[:len(order) // size * size]
+    for batch in order.to(tensors[0].device).split(size):
         share = batch[rank::world_size]  # DDP: rank 1 of 4 takes the samples 1, 5, 9, ...
         if len(share):
             yield [tensor[share] for tensor in tensors]
@@ -190,8 +225,9 @@ def own_batches(args, tensors, epoch=None):
 def train_epoch(args, ddp_model, optimizer, scheduler, batches):
     """Train on the batches of this process. Return the results of all processes, by name."""
     ddp_model.train()  # to freeze BatchNorm: call eval() of these layers after it
-    sums = Sums()
+    sums = Sums(args)
     for batch in batches:
+        batch = augment(args, *scale(*batch))
         optimizer.zero_grad()
         # DDP: call ddp_model, never the model in it: otherwise no gradients are averaged
         loss, counts = loss_and_counts(args, ddp_model, *batch)
@@ -213,18 +249,20 @@ def evaluate(args, model, batches):
         dist.broadcast(buffer, 0)  # DDP: all use rank 0's running averages of BatchNorm
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    sums = Sums()
+    sums = Sums(args)
     for batch in batches:
+        batch = scale(*batch)
         loss, counts = loss_and_counts(args, model, *batch)
         sums.add(loss, counts, len(batch[0]))
-    for module, training in modes.items():  # as before: some layers may be frozen
+    for module, training in modes.items():  # as before, also for a call within an epoch
         module.train(training)
     return sums.results("val_")
 
 
 # ---- Training ----
-# DDP: what exchanges data (backward(), evaluate(), results(), check_model(), close_group()) must
-# run in all processes. Below "if rank == 0", it would wait for the others until --timeout.
+# DDP: what exchanges data (train_epoch(), evaluate(), speed_of(), describe_run(), check_model(),
+# close_group()) must run in all processes. Below "if rank == 0", it would wait for the others
+# until --timeout.
 @record  # torchrun then reports the exception of the process that fails first
 def train(args):
     # DDP: connects the processes. All get the flags and the checkpoint of rank 0
@@ -249,42 +287,36 @@ def train(args):
     saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = {"epoch": 0, "best_score": -math.inf}
     # What a resumed run may not change. DDP: it must be equal in all processes
-    run = describe_run(args, samples)
+    run = describe_run(args, training_samples=samples, validation_samples=len(val_set[0]),
+                       labels_checksum=checksum(train_set[-1]))
     resume(checkpoint, run, saved, progress)
     # DDP: calls the same model, and makes backward() average the gradients
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
-    log(f"world size {world_size} on {device.type} | global batch {args.global_batch} "
-        f"({world_size} x {args.global_batch / world_size:.4g}) of {samples} images | "
-        f"lr {args.lr:g} | {args.epochs} epochs"
-        + (f", resumed after {progress['epoch']}" if progress["epoch"] else "")
-        + ("" if len(val_set[0]) else " | no validation samples: no best weights")
-        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
+    log_start(args, device, samples, len(val_set[0]), progress["epoch"])
 
     for epoch in range(progress["epoch"], args.epochs):
         # DDP: other random numbers (of dropout) in each process. A resumed run draws the same
         torch.manual_seed(hash((args.seed, epoch, rank)))
-        start = time.perf_counter()
+        lr, start = optimizer.param_groups[0]["lr"], time.perf_counter()
         results = train_epoch(args, ddp_model, optimizer, scheduler,
                               own_batches(args, train_set, epoch))
         seconds = time.perf_counter() - start
         val_results = evaluate(args, model, own_batches(args, val_set))
-        results.update(val_results)
-        speed = steps_per_epoch * args.global_batch / seconds
-        log(f"epoch {epoch + 1}/{args.epochs}  {show(results)}  {seconds:.1f} s  "
-            f"{speed:,.0f} images/s")
+        speed = speed_of(steps_per_epoch * args.global_batch, seconds)
+        results.update(val_results, lr=lr, **speed)
 
         check_model(model)  # DDP: they must be equal in all processes
         progress["epoch"] = epoch + 1
-        # FILE.best has the weights of the highest score. For a loss: -val_results["val_loss"]
-        score = val_results["val_accuracy"] if val_results else -math.inf
-        is_best = score > progress["best_score"]
+        is_best = bool(val_results) and score(val_results) > progress["best_score"]
         if is_best:
-            progress["best_score"] = score
+            progress["best_score"] = score(val_results)
         if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one process saves
             if is_best:
                 save(model.state_dict(), f"{args.checkpoint}.best")
             states = {name: item.state_dict() for name, item in saved.items()}
             save({**states, "progress": progress, "run": run}, args.checkpoint)
+        if rank == 0:
+            log_results(args, epoch, results)
     close_group()  # DDP: waits for all processes
 
 
@@ -293,7 +325,7 @@ def main():
     """Train in this process if torchrun has started it. Otherwise, start one process per GPU."""
     args = parse_args()
     nproc = args.nproc or max(1, torch.cuda.device_count())
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))  # of srun: form_group() checks them
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))  # several are an error in form_group()
     if "RANK" in os.environ or tasks > 1 or nproc == 1:
         train(args)
         return
@@ -303,8 +335,9 @@ def main():
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE=str(nproc))
     # Without it, each process would use all cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process, and so the others
     try:
-        mp.spawn(run_worker, (args,), nproc, daemon=True)  # daemon: they end with this process
+        mp.spawn(run_worker, (args,), nproc)
     except mp.ProcessExitedException as error:  # the process has printed why
         sys.exit(f"error: {error}")
 
@@ -319,7 +352,8 @@ def run_worker(rank, args):
 class Sums:
     """Adds up losses and counts on the GPU: only results() and a line of progress wait for it."""
 
-    def __init__(self):
+    def __init__(self, args):
+        self.args = args
         self.loss = self.counts = self.samples = self.batches = 0
         self.log_time = time.monotonic()
 
@@ -329,6 +363,7 @@ class Sums:
         self.counts += counts.detach().double()
         self.samples += samples
         self.batches += 1
+        restart_alarm(self.args.timeout)  # this process does not hang
 
     def log_progress(self, seconds=10):
         """Print the number of batches and rank 0's mean loss, if these seconds have passed."""
@@ -348,9 +383,46 @@ class Sums:
         return {prefix + name: float(value) for name, value in means.items()}
 
 
-def show(results):
-    """Return results as text, for the log."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+def speed_of(samples, seconds, wait=0.0):
+    """Return the speed of an epoch, by name. All processes call this.
+
+    wait, and the GPUs' memory, are the largest of all processes. Numbers that are 0 are left out.
+    """
+    of_this = [wait / seconds, torch.cuda.max_memory_allocated() / 1e9]
+    largest = torch.tensor(of_this, dtype=torch.double)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    wait, memory = largest.tolist()
+    speed = {"seconds": seconds, "samples/s": samples / seconds, "wait": wait, "GPU GB": memory}
+    return {name: value for name, value in speed.items() if value}
+
+
+def checksum(tensor):
+    """Return a number that another order of the samples changes."""
+    return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy())
+
+
+def log_start(args, device, samples, val_samples, epoch):
+    """Print the settings of this run: rank 0 does."""
+    world_size = dist.get_world_size()
+    log(f"world size {world_size} on {device.type} | global batch {args.global_batch} "
+        f"({world_size} x {args.global_batch / world_size:.4g}) of {samples} images, which "
+        f"augment() changes | lr {args.lr:g} | {args.epochs} epochs"
+        + (f", resumed after {epoch}" if epoch else "")
+        + ("" if val_samples else " | no validation samples: no best weights")
+        + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
+
+
+def restart_alarm(timeout):
+    """Let this process print which lines it executes, shortly before timeout seconds have passed.
+
+    Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
+    process continues. kill -ALRM PID prints the lines at once.
+    """
+    # Not on Windows, and not if this program uses the signal itself
+    if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
+        # Not at the same moment in all processes: their lines would mix
+        signal.setitimer(signal.ITIMER_REAL, timeout * (0.9 - os.getpid() % 64 / 1000))
 
 
 def form_group(args):
@@ -370,7 +442,7 @@ def form_group(args):
     if gpus:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"  # two: flags and sums are exchanged between CPUs
+        backend = "cpu:gloo,cuda:nccl"  # gradients are exchanged by nccl, flags and sums by gloo
     checkpoint = {}
     if rank == 0:  # before the group is formed: if this fails, the launcher ends the others
         prepare_data(args)
@@ -385,14 +457,19 @@ def form_group(args):
     if local_rank == 0 and rank > 0:
         prepare_data(args)  # on machines that do not share the disk of rank 0
     dist.barrier()  # now each machine has the data
+    restart_alarm(args.timeout)
     return args, device, checkpoint
 
 
 def load_checkpoint(path):
     """Return the checkpoint at path, {} if there is none."""
-    if path and not os.access(os.path.dirname(path), os.W_OK):  # fail now, not at the first save
-        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable")
-    if not path or not os.path.exists(path):
+    if not path:
+        return {}
+    try:
+        open(f"{path}.tmp", "ab").close()  # fail now, not at the first save
+    except OSError as error:
+        sys.exit(f"error: --checkpoint {path}: its folder must exist and be writable ({error})")
+    if not os.path.exists(path):
         return {}
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if "run" not in checkpoint:
@@ -401,14 +478,21 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def describe_run(args, samples):
-    """Return what a resumed run may not change: flags and number of training samples, as text."""
-    run = {**vars(args), "training_samples": samples}
+def describe_run(args, **data):
+    """Return what a resumed run may not change, as text: flags, and these numbers of the data."""
+    if not isinstance(args.seed, int):  # the hash of None or of a text differs by process
+        sys.exit(f"error: --seed must be an integer, and is {args.seed!r}")
+    run = {**vars(args), **data}
     run = {name: str(value) for name, value in run.items() if name not in MAY_CHANGE}
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, run)
-    if any(others != run for others in of_ranks):  # for example, a file is missing on one machine
-        sys.exit(f"error: the processes have different data: rank {dist.get_rank()} has {run}")
+    for name, value in run.items():
+        if " at 0x" in value:
+            sys.exit(f"error: args.{name} is {value}, which has another address in each process: "
+                     "keep it out of args, or add its name to MAY_CHANGE")
+        values = [other.get(name) for other in of_ranks]
+        if values != [value] * len(values):  # for example, a file is missing on one machine
+            sys.exit(f"error: {name} differs by process: {values!s:.500}")
     return run
 
 
@@ -417,6 +501,7 @@ def resume(checkpoint, run, saved, progress):
     if not checkpoint:
         return
     before = checkpoint["run"]
+    # Values are texts. A new flag of the script, which the checkpoint lacks, may be "None"
     changes = [f"{name} was {before.get(name)}, is {run.get(name)}" for name in {**before, **run}
                if before.get(name, "None") != run.get(name, "None")]
     if changes:
@@ -446,12 +531,15 @@ def save(checkpoint, path):
         torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())
+    # Other numbers than Python's and torch's, such as numpy's, are an error now, not at the resume
+    torch.load(f"{path}.tmp", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
 
 def close_group():
     """Wait until rank 0 has saved: when one process ends, its launcher may end the others."""
     dist.barrier()
+    restart_alarm(0)
     time.sleep(0.5)  # without it, 1 of 20 runs aborts in a thread of gloo (pytorch#154976)
     dist.destroy_process_group()
 

@@ -26,7 +26,8 @@ def parse_args(flags=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
-    parser.add_argument("--batch-size", type=int, default=128, help="images per step")
+    parser.add_argument("--global-batch", type=int, default=128,
+                        help="images in a step, over all GPUs")
     parser.add_argument("--lr", type=float, default=1e-3, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
     parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
@@ -85,7 +86,10 @@ def loss_and_counts(args, model, images, labels):
 # ---- Training ----
 def train(args):
     device, device_ids = pick_devices(args.device_ids)
-    configure(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
     if not args.fake_data:
         socket.setdefaulttimeout(60)  # a server may not answer
         MNIST(args.data_dir, download=True)
@@ -99,12 +103,12 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.epochs)
     print(f"GPUs {device_ids or 'none'}, threads {torch.get_num_threads()} | "
-          f"torch {torch.__version__} | batch {args.batch_size} of {len(x)} images", flush=True)
+          f"torch {torch.__version__} | batch {args.global_batch} of {len(x)} images", flush=True)
 
     for epoch in range(args.epochs):
         start = time.perf_counter()
         loss_sum = correct_sum = 0
-        for indices in torch.randperm(len(x), device=device).split(args.batch_size):
+        for indices in torch.randperm(len(x), device=device).split(args.global_batch):
             optimizer.zero_grad()
             # DataParallel splits the images over the GPUs, and gathers the logits on the first one
             loss, correct = loss_and_counts(args, parallel_model, x[indices], y[indices])
@@ -118,7 +122,7 @@ def train(args):
         val_loss, val_accuracy = evaluate(args, model, val_x, val_y)
         print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  "
               f"accuracy {correct_sum.item() / len(x):.4f}  val_loss {val_loss:.4f}  "
-              f"val_accuracy {val_accuracy:.4f}  {len(x) / seconds:,.0f} images/s", flush=True)
+              f"val_accuracy {val_accuracy:.4f}  {len(x) / seconds:,.0f} samples/s", flush=True)
 
 
 def pick_devices(device_ids):
@@ -144,21 +148,12 @@ def evaluate(args, model, images, labels):
     """Return the mean loss and the mean accuracy of the images."""
     model.eval()
     loss_sum = correct_sum = 0
-    for x, y in zip(images.split(args.batch_size), labels.split(args.batch_size)):
+    for x, y in zip(images.split(args.global_batch), labels.split(args.global_batch)):
         loss, correct = loss_and_counts(args, model, x, y)
         loss_sum += len(x) * loss
         correct_sum += correct
     model.train()
     return loss_sum.item() / len(labels), correct_sum.item() / len(labels)
-
-
-# ---- Below, functions of the same name are equal in all scripts: read one, skip the others. ----
-def configure(device):
-    """Use this GPU, at its fastest."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as in convolutions
 
 
 def fake_images(count, shape, seed):
