@@ -214,7 +214,7 @@ def in_image(*command):
     """Run a command in the image, without a network. Return its output."""
     if lab.missing():
         pytest.skip(lab.missing())
-    (image,) = lab.images()[lab.OUR_IMAGE]
+    image = lab.images()[lab.OUR_IMAGE]
     return lab.sh(*lab.PODMAN_RUN, "--network", "none", image, *command, timeout=180)
 
 
