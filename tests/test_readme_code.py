@@ -335,8 +335,7 @@ def test_an_own_data_set_has_the_samples_of_the_folder_of_its_images():
     for folder, file in (("DIR/train", "train.csv"), ("DIR/val", "val.csv")):
         paths = sorted(Path(folder).glob("*/*"))
         Path(file).write_text("".join(f"{path},{path.parent.name}\n" for path in paths))
-    make_copy("cifar10_ddp", "my.py", *edits(CIFAR10, "cifar10_ddp", "own data set"),
-              ('instead of "if not args.image_folder:  # load_data()"', "pass"))
+    make_copy("cifar10_ddp", "my.py", *edits(CIFAR10, "cifar10_ddp", "own data set"))
     model, found = FewPixels(), []
     for script, *flags in (("my.py",), ("cifar10_ddp", "--image-folder", "DIR")):
         module = load_script(script)
@@ -345,7 +344,8 @@ def test_an_own_data_set_has_the_samples_of_the_folder_of_its_images():
         torch.manual_seed(0)
         samples = [[data[index] for index in range(len(data))] for data in sets]
         images, labels = zip(*samples[0])
-        loss, _ = module.loss_and_counts(args, model, torch.stack(images), torch.tensor(labels))
+        batch = module.augment(args, *module.scale(torch.stack(images), torch.tensor(labels)))
+        loss, _ = module.loss_and_counts(args, model, *batch)
         found.append([[list(sample) for sample in samples[0] + samples[1]], loss])
     assert_equal(*found, "[samples, loss]")
 
@@ -370,7 +370,8 @@ def test_the_weights_of_images_are_used_as_in_an_evaluation():
                 if path == "DIR/val/dog/1.jpg"]
     model = module.build_model(args)
     model.load_state_dict(torch.load("images.pt.best"))
-    expected = model.eval()(module.normalize(args, image.unsqueeze(0)))
-    found = names["model"](names["normalize"](names["args"], names["image"]))
-    assert_equal(found, expected, "logits")
+    images, _ = module.scale(image.unsqueeze(0), None)
+    with torch.no_grad():
+        expected = model.eval()(module.resize(args, images))
+    assert_equal(names["logits"], expected, "logits")
     assert printed == args.classes[expected.argmax()], f"the page's code prints {printed!r}"
