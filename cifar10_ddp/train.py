@@ -17,12 +17,13 @@ A step has --global-batch images on any number of processes. A process computes 
 of them at once: for larger shares, it adds up gradients. To keep GPUs busy, give each 512 images of
 32 pixels (with --batch-size 512), or 128 of 224 pixels. A large batch may need more epochs.
 
-With --checkpoint FILE, the same command resumes a run that was stopped or killed, at the same step
-and with the same random numbers. (With another number of processes, or another --batch-size, crops
-and dropout may differ.) SIGTERM, Ctrl-C or a closed terminal stop all processes after the same
-step: they save, and exit with status 1. FILE.best has the weights of the epoch with the best
-validation result. If a run hangs, each process prints shortly before --timeout which lines it
-executes.
+With --checkpoint FILE (on several machines, on a disk that they share), the same command resumes a
+run that was stopped or killed, at the same step and with the same random numbers. (With another
+number of processes, or another --batch-size, crops and dropout may differ.) SIGTERM, Ctrl-C or a
+closed terminal stop all processes after the same step: they save, and exit with status 1. FILE.best
+has the weights of the epoch with the best validation result.
+
+If a run hangs, each process prints shortly before --timeout which lines it executes.
 
 A job script. After its time limit, a preemption or the loss of a node, the job continues:
 
@@ -37,7 +38,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save after SIGTERM: befor
 port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need different ones
 srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=4 \
     --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
-    train.py --global-batch 4096 --batch-size 512 --workers 7 --checkpoint $file && exit
+    train.py --image-folder DIR --model resnet50 --bf16 --global-batch 1024 --workers 7 \
+    --checkpoint $file && exit
 # SIGTERM comes two minutes before the job ends (TERM@120): time to save, and to requeue the job. If
 # it has saved nothing since it started, it would only fail again, and is not requeued
 [ "$(saved)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
@@ -102,7 +104,8 @@ def parse_args(flags=None):
     data.add_argument("--fake-data", type=int, nargs="?", const=512, metavar="N",
                       help="train on N generated images (512 without a number)")
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count()),
-                        help="loader processes of each process: more, if the log says wait")
+                        help="loader processes of each process, and as many for validation: more, "
+                        "if the log's wait is high")
     parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
                         help="file to save and resume from")
     parser.add_argument("--save-every", type=float, default=5,
@@ -380,7 +383,7 @@ def train(args):
                 close_group()
                 sys.exit(f"stopped by a signal after step {step + 1}" if rank == 0 else 1)
             if rank == 0:
-                timer.log(step + 1, sums, exchange.wait)
+                timer.log(step + 1, sums, exchange.longest_wait)
 
         results = sums.results()  # {} if resumed at the end of the epoch
         seconds = time.perf_counter() - start
@@ -432,8 +435,8 @@ def build_loaders(args, parts, train_set, val_set, step):
     train_loader = DataLoader(SeededBatches(args, train_set), **options,
                               sampler=own_parts(args, parts, len(train_set), step))
     val_loader = DataLoader(SeededBatches(args, val_set), **options, sampler=val_parts)
-    # iter() forks the loader processes, here and not later: a thread of gloo, which works beside a
-    # step, could hold a lock, for which a process that is forked then would wait for ever
+    # iter() forks the loader processes, here and not beside a step: a thread of gloo, which works
+    # then, could hold a lock, for which the new process would wait for ever
     return iter(train_loader), val_loader
 
 
@@ -482,22 +485,27 @@ def seed_all(*numbers):
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
+# Of a scheduler, of Ctrl-C, of a closed terminal (which Windows does not have)
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP")
+                if hasattr(signal, name)]
+
+
 def ignore_signals(worker):
     """Slurm and Ctrl-C signal loader processes, too, but training needs their images."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 class Exchange:
     """Tells all processes, beside a step, what one of them knows. All processes call this.
 
-    wait: the largest number of seconds in which a process has waited for images in this epoch.
+    longest_wait: the seconds of this epoch in which the slowest process has waited for images.
     """
 
     def __init__(self, args):
-        self.args, self.signals, self.wait = args, [], 0.0
+        self.args, self.signals, self.longest_wait = args, [], 0.0
         self.save_time = time.monotonic() + 60 * args.save_every
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(signum, self.receive)
 
@@ -518,7 +526,7 @@ class Exchange:
     def end(self):
         """Return whether all processes save after this step, and whether they stop."""
         self.work.wait()
-        save, stop, self.wait = self.largest.tolist()
+        save, stop, self.longest_wait = self.largest.tolist()
         if save or stop:
             self.save_time = time.monotonic() + 60 * self.args.save_every
         return bool(save or stop), bool(stop)
@@ -591,13 +599,6 @@ class Sums:
         return {prefix + name: float(value) for name, value in means.items()}
 
 
-def largest(value):
-    """Return the largest of all processes' values. All processes call this."""
-    value = torch.tensor(value, dtype=torch.double)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
 def speed_of(samples, seconds, wait=0.0):
     """Return the speed of an epoch, by name. All processes call this.
 
@@ -617,7 +618,7 @@ def log_start(args, device, samples, val_samples, step):
     steps = args.epochs * (samples // args.global_batch)
     log(f"world size {world_size} on {device.type} | {args.model} | global batch "
         f"{args.global_batch} ({world_size} x {args.global_batch / world_size:.4g}) of {samples} "
-        f"images in {len(args.classes)} classes, which augment() changes | "
+        f"images in {len(args.classes)} classes, passed through augment() | "
         f"lr {args.lr:g} | {args.epochs} epochs, {steps} steps"
         + (f", resumed after step {step}" if step else "")
         + ("" if val_samples else " | no validation samples: no best weights")
@@ -630,7 +631,7 @@ def restart_alarm(timeout):
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
     process continues. kill -ALRM PID prints the lines at once.
     """
-    # Not on Windows, and not if this program uses the signal itself
+    # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
@@ -639,6 +640,7 @@ def restart_alarm(timeout):
 
 def form_group(args):
     """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    restart_alarm(args.timeout)
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
                  "own. Start one task per node, with torchrun, or set RANK=0 for a single process")
@@ -781,7 +783,8 @@ def main():
     try:
         train(parse_args())
     finally:  # after an exception, Python would wait for the loader's processes for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
+        if hasattr(signal, "SIGCHLD"):  # DataLoader's handler would raise an error
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for process in mp.active_children():
             process.kill()
 

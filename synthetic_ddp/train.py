@@ -14,10 +14,11 @@ comments with "DDP:" mark what a script for one process does not have.
 A step has --global-batch samples on any number of processes, so --lr need not change. To keep many
 GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the batch).
 
-With --checkpoint FILE, the run saves after each epoch. However it ends, by Ctrl-C, a preemption or
-a power cut, the same command continues after the last saved epoch, on any number of processes that
-divides the global batch. FILE.best has the weights of the epoch with the best validation result.
-If an epoch takes long, copy cifar10_ddp/train.py, which saves within epochs, too.
+With --checkpoint FILE (on several machines, on a disk that they share), the run saves after each
+epoch. However it ends, by Ctrl-C, a preemption or a power cut, the same command continues after the
+last saved epoch, on any number of processes that divides the global batch. FILE.best has the
+weights of the epoch with the best validation result. If an epoch takes long, copy
+cifar10_ddp/train.py, which saves within epochs, too.
 
 If a run hangs, each process prints shortly before --timeout which lines it executes.
 
@@ -143,7 +144,7 @@ def build_optimizer(args, model, steps):
 
     After an edit here, start a new run: a resumed one has base rates, weight decay, ... of FILE.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
 
@@ -359,7 +360,7 @@ def restart_alarm(timeout):
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
     process continues. kill -ALRM PID prints the lines at once.
     """
-    # Not on Windows, and not if this program uses the signal itself
+    # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
@@ -368,6 +369,7 @@ def restart_alarm(timeout):
 
 def form_group(args):
     """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    restart_alarm(args.timeout)
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
                  "own. Start one task per node, with torchrun, or set RANK=0 for a single process")
