@@ -97,6 +97,19 @@ def test_bf16_computes_in_bfloat16(script, shape):
 
 
 # ---- what a model is given ----
+@pytest.mark.parametrize("script", ["fashionmnist_ddp", "mnist_dp"])
+def test_pixels_are_from_0_to_1(script):
+    module, images = load_script(script), torch.tensor([[[[0, 255]]]], dtype=torch.uint8)
+    if script == "mnist_dp":
+        seen = []
+        model = FewPixels()
+        model.register_forward_pre_hook(lambda model, inputs: seen.extend(inputs))
+        module.loss_and_counts(None, model, images, torch.zeros(1).long())
+    else:
+        seen = module.scale(images, None)
+    assert seen[0].flatten().tolist() == [0, 1], f"{script}: black and white are {seen[0]}"
+
+
 def test_images_are_scaled_as_pretrained_weights_expect(cifar10):
     weights = models.ResNet18_Weights.DEFAULT.transforms()
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
@@ -129,7 +142,7 @@ def test_training_images_are_scaled_and_augmented_and_validation_images_are_scal
     found = {(training, *parts) for training, *rest in rank.seen if isinstance(training, bool)
              for parts in rest}
     assert found == {(True, 0.75), (False, 0.5)}, (
-        f"{script}: scale() adds 0.5 and augment() 0.25; the loss gets (training, fraction) {found}")
+        f"{script}: scale() adds 0.5, augment() 0.25; the loss gets (training, fraction) {found}")
 
 
 @scripts_that_augment
