@@ -24,7 +24,7 @@ from launchers import clean_environment, free_port
 from scripts import load_script
 from torch.utils.data import TensorDataset
 
-TENSORS = ("cpu_ddp", "fashionmnist_ddp")  # load_data() returns tensors, of others data sets
+TENSORS = ("cpu_ddp", "fashionmnist_ddp", "mnist_dp")  # load_data() returns tensors, of others data sets
 BEST = ("fashionmnist_ddp", "synthetic_ddp", "cifar10_ddp")  # have validation samples, FILE.best
 SCRIPTS = ("cpu_ddp", *BEST)
 TRAIN, VAL = 56, 18  # samples of the problem. The first number of a sample is its own number
