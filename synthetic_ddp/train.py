@@ -144,7 +144,7 @@ def build_optimizer(args, model, steps):
 
     After an edit here, start a new run: a resumed one has base rates, weight decay, ... of FILE.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
 

@@ -10,7 +10,7 @@ class Small(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def features(self, images):
-        images = F.adaptive_avg_pool2d(images.float().mean(1, keepdim=True) / 255, 4)
+        images = F.adaptive_avg_pool2d(images.mean(1, keepdim=True), 4)
         return self.body(images.flatten(1)).tanh()
 
     def forward(self, images):
@@ -34,7 +34,7 @@ def loss_and_counts(args, model, images, labels):
 """
 SAVED = 'before "progress = {"'
 RESUMED = 'after "    resume(checkpoint, run, saved, progress)"'
-EVALUATED = 'after "results.update(val_results)"'
+EVALUATED = 'after "results.update(val_results"'
 EVALUATION = 'instead of "val_results = evaluate("'
 LOSS_CALL = 'instead of "loss, counts = loss_and_counts(args, ddp_model, *batch)"'
 # The script's own comparison of the ranks' weights comes first
@@ -106,6 +106,14 @@ def default_collate(samples):
     return tuple(zip(*samples))
 
 
+def scale(images, targets):
+    return images, targets
+
+
+def augment(args, images, targets):
+    return [image * torch.rand(()) for image in images], targets
+
+
 def loss_and_counts(args, model, images, targets):
     if model.training:
         return sum(model(images, targets).values()), torch.zeros(())
@@ -132,12 +140,12 @@ def wrong(logits, wanted):
 
 
 def loss_and_counts(args, model, images, labels):
-    logits = model(images / 255)
+    logits = model(images)
     return wrong(logits, torch.ones(1)), (logits > 0).sum()
 
 
 def train_epoch(args, ddp_model, optimizer, scheduler, batches):
-    sums = Sums()
+    sums = Sums(args)
     model = getattr(ddp_model, "module", ddp_model)
     for real, _ in batches:
         noise = torch.randn(len(real), 8)

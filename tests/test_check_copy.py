@@ -135,7 +135,7 @@ def load_data(args):
 """)], [DATA]),
     "model.module, and a stop that is forgotten": ("cifar10_ddp", [
         above(SMALL.replace("= model(images)", "= getattr(model, 'module', model)(images)")),
-        NO_GUARD, ('instead of "if stop and step < steps:"', "pass")], [
+        NO_GUARD, ('instead of "if stop and step + 1 < steps:"', "pass")], [
         RANKS, f"{STEPS}: these gradients", f"{RESUMES}: SIGTERM does not stop"]),
 }
 
@@ -305,10 +305,7 @@ def test_what_is_no_copy_of_this_version_is_refused(tmp_path, monkeypatch):
 RIGHT = {
     "detection, with lists, dictionaries and a file": (
         "cifar10_ddp", above(SCENES),
-        ('instead of "yield [tensor.to(device, non_blocking=True)"', "yield batch"),
-        ('before "return DataLoader(data, **options)"', """
-        if options["batch_size"]:
-            options["collate_fn"] = default_collate""")),
+        ('instead of "return [tensor.to(self.device, non_blocking=True)"', "return batch")),
     "a GAN, both of whose models are exchanged": (
         "fashionmnist_ddp", above(GAN), (SAVED, """
         maker = Maker()
@@ -330,7 +327,7 @@ loss = loss + model(images).square().mean()"""), (SAVED, """
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         saved["average"] = average"""),
         ('after "            train_step("', "average.update_parameters(model)"),
-        (EVALUATION, "val_results = evaluate(args, average.module, val_batches)")),
+        (EVALUATION, "val_results = evaluate(args, average.module, OnDevice(val_loader, device))")),
     "four tensors of a small table, with dropout, all in one order (noted)": (
         "fashionmnist_ddp", above("""
 def build_model(args):
@@ -341,6 +338,14 @@ def load_data(args):
     inputs = torch.arange(15)[:, None] // torch.tensor([1, 2, 4]) % 2
     labels = (inputs.sum(1) > 1).long()
     return inputs[:11].float(), labels[:11], inputs[11:].float(), labels[11:]
+
+
+def scale(inputs, labels):
+    return inputs, labels
+
+
+def augment(args, inputs, labels):
+    return inputs + 0.1 * torch.randn(inputs.shape), labels
 
 
 def loss_and_counts(args, model, inputs, labels, progress=1.0):
@@ -378,8 +383,8 @@ def load_data(args):
         (LOSS_CALL, "loss, counts = loss_and_counts(args, model=ddp_model, inputs=batch[0], "
                     "labels=batch[1])"),
         (EVALUATION, "val_results = evaluate(args, model=ddp_model, "
-                     "batches=on_device(val_loader, device))\nhelper.write('epoch')"),
-        (EVALUATED, "on_training = evaluate(args, model, on_device(train_loader, device))")),
+                     "batches=OnDevice(val_loader, device))\nhelper.write('epoch')"),
+        (EVALUATED, "on_training = evaluate(args, model, OnDevice(train_loader, device))")),
 }
 
 

@@ -45,9 +45,9 @@ def test_a_container_requests_no_gpus_where_the_job_has_none(gpus, shown, tmp_pa
     write_program(tmp_path / "srun", 'echo "${NVIDIA_VISIBLE_DEVICES-unset}"')
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
                  "SLURM_JOB_NAME": "probe", "SLURM_JOB_CPUS_PER_NODE": "2", "SLURM_NNODES": "1",
-                 "SLURM_GPUS_ON_NODE": gpus, "CHECKPOINT": str(tmp_path / "probe.pt")}
-    done = subprocess.run(["bash", "slurm/cpu-container.sbatch"], cwd=ROOT, env=variables,
-                          capture_output=True, text=True)
+                 "SLURM_GPUS_ON_NODE": gpus}
+    command = ["bash", "slurm/cpu-container.sbatch", "--checkpoint", tmp_path / "probe.pt"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == [shown], (
         f"with {gpus or 'no'} GPUs, NVIDIA_VISIBLE_DEVICES is to be {shown}:\n{done}")
 
@@ -84,7 +84,8 @@ def in_image(*command):
 @pytest.mark.images
 def test_the_image_holds_the_scripts_alone_and_a_user_who_has_a_home():
     output = in_image("sh", "-c", "id -u && touch ~/writable && find . -type f | sort")
-    expected = ["1001", *sorted(f"./{script}/train.py" for script in SCRIPTS)]
+    files = ["slurm/requirements.txt", *(f"{script}/train.py" for script in SCRIPTS)]
+    expected = ["1001", *sorted(f"./{file}" for file in files)]
     assert output.split() == expected, f"user and files are to be {expected}, see .dockerignore"
 
 

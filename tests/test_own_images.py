@@ -125,7 +125,7 @@ def test_resnet18_has_another_first_layer_for_small_images_alone(script, flags, 
         script.build_model(args), get_model(args.model))]
     assert (shapes[0] == shapes[1]) == same, f"{flags}: the first layer is of {shapes[0]}"
     size = 224 if same else 32
-    images = script.normalize(args, torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
+    images = script.resize(args, torch.zeros(2, 3, 32, 32))
     if args.image_folder is None:
         assert images.shape[-1] == size, f"{flags}: images are {tuple(images.shape)}, not {size}"
 
@@ -133,17 +133,17 @@ def test_resnet18_has_another_first_layer_for_small_images_alone(script, flags, 
 def test_images_are_normalized_as_pretrained_weights_expect(script):
     """ImageNet's mean and deviation of each channel."""
     weights = models.ResNet18_Weights.DEFAULT.transforms()
-    args = script.parse_args(["--image-folder", "DIR", "--image-size", "32"])
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (weights.mean, weights.std))
     expected = (images / 255 - mean) / deviation
-    error = (script.normalize(args, images) - expected).abs().max().item()
+    error = (script.scale(images, None)[0] - expected).abs().max().item()
     assert error < 0.01, f"images differ by {error:.3f} from those of torchvision's weights"
 
 
 @pytest.mark.parametrize("flags, rate", [([], 0.2), (["--pretrained"], 0.02),
-                                         (["--global-batch", "512"], 0.4), (["--lr", "1"], 1)])
-def test_the_rate_is_for_256_images(script, flags, rate):
+                                         (["--global-batch", "512"], 0.4),
+                                         (["--global-batch", "512", "--lr", "1"], 1)])
+def test_the_peak_rate(script, flags, rate):
     args = script.parse_args(["--fake-data", *flags])
     optimizer, scheduler = script.build_optimizer(args, torch.nn.Linear(2, 2), 100)
     assert scheduler.base_lrs == pytest.approx([rate, rate]), (

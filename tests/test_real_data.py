@@ -33,9 +33,12 @@ class Images:
         use_small_model(module)
         if hasattr(module, "CNN"):
             module.CNN = lambda *_: FewPixels()
-        watch(module, "loss_and_counts", lambda args, model, *batch: (
-            self.steps if model.training else self.evaluations)[0].append(
-                [tensor.clone() for tensor in batch]))
+        if hasattr(module, "scale"):
+            watch(module, "scale", lambda *batch: self.evaluations[0].append(batch))
+            watch(module, "augment", lambda *_: self.steps[0].append(self.evaluations[0].pop()))
+        else:
+            watch(module, "loss_and_counts", lambda args, model, *batch: (
+                self.steps if model.training else self.evaluations)[0].append(batch))
 
 
 def numbers_of(batch):
@@ -121,7 +124,7 @@ def test_images_are_downloaded_and_train_or_test(script, name, site, tmp_path):
         return recorder
 
     flags = ["--data-dir", tmp_path / "data", "--epochs", 1, *SCRIPTS[script].no_children]
-    flags += ["--batch-size" if script == "mnist_dp" else "--global-batch", 12]
+    flags += ["--global-batch", 12]
     nproc = 1 + SCRIPTS[script].several_processes
     ranks = train_to_end(script, *flags, nproc=nproc, setup=setup).results
     batches = [batch for rank in ranks for step in rank.steps for batch in step]

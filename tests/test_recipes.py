@@ -43,13 +43,18 @@ def test_the_optimizer_of_cifar10():
 
 
 def images_that_a_model_sees(script, images, training):
-    """Return what the script's loss function gives to the model."""
+    """Return what the script's step, or its evaluation, gives to the model."""
     module = load_script(script)
     args = module.parse_args(["--fake-data"])
     seen = []
     model = FewPixels().train(training)
     model.register_forward_pre_hook(lambda model, inputs: seen.extend(inputs))
-    module.loss_and_counts(args, model, images, torch.zeros(len(images)).long())
+    batch = images, torch.zeros(len(images)).long()
+    if hasattr(module, "scale"):
+        batch = module.scale(*batch)
+    if training:
+        batch = module.augment(args, *batch)
+    module.loss_and_counts(args, model, *batch)
     return seen[0]
 
 
@@ -78,8 +83,8 @@ def test_half_of_the_images_are_mirrored_in_training_alone(script, size):
 def test_cifar10_shifts_by_up_to_4_pixels():
     """An image has its column in red and its row in green. Some are mirrored."""
     rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
-    images = torch.stack([columns, rows, rows]).to(torch.uint8).expand(3000, 3, 32, 32)
-    shifted = load_script("cifar10_ddp").shift_and_flip(images)
+    images = torch.stack([columns, rows, rows]).float().expand(3000, 3, 32, 32)
+    shifted, _ = load_script("cifar10_ddp").augment(None, images, torch.zeros(3000))
     found = {tuple(map(int, image)) for image in shifted[:, :2, 16, 16]}
     expected = {(column, row) for column in range(11, 21) for row in range(12, 21)}
     assert found == expected, f"the pixel in the middle comes from {len(found)} places: {found}"
@@ -98,8 +103,7 @@ def test_bfloat16_in_training_and_evaluation(script):
         register_module_forward_hook(see)
         return types
 
-    size = "--batch-size" if script == "mnist_dp" else "--global-batch"
-    (types,) = train_to_end(script, SCRIPTS[script].data_flag, 32, size, 8, "--epochs", 1, "--bf16",
-                            *SCRIPTS[script].no_children, setup=setup).results
+    flags = [SCRIPTS[script].data_flag, 32, "--global-batch", 8, *SCRIPTS[script].no_children]
+    (types,) = train_to_end(script, *flags, "--epochs", 1, "--bf16", setup=setup).results
     expected = {(True, "torch.bfloat16"), (False, "torch.bfloat16")}
     assert types == expected, f"{script} --bf16: layers (in training?) compute in {types}"

@@ -111,12 +111,17 @@ print("importing", flush=True)
 if "SLURM_RESTART_COUNT" not in os.environ:
     time.sleep(600)
 """
+BUG = """
+def bug(epoch):
+    while epoch == 35:
+        time.sleep(1)
+"""
 IMPORTS = 'after "from datetime import timedelta"'
 COPIES = {  # file: of which script, and the edits
     "slow.py": ("cpu_ddp", ('after "os.replace("', SLOW), (IMPORTS, STOP)),
     "late.py": ("slow.py", (IMPORTS, LATE)),
-    "bug.py": ("cpu_ddp", ('before "loss = train_epoch"', "assert epoch < 35")),
-    "mine/slow.py": ("slow.py", (IMPORTS, "import beside")),
+    "bug.py": ("cpu_ddp", ("", BUG), ('before "loss = train_epoch"', "if rank: bug(epoch)")),
+    "mine/slow.py": ("slow.py", (IMPORTS, "import beside, package")),
 }
 
 
@@ -125,10 +130,11 @@ def prepare(lab):
     """Copy this repository and its environment to the disk that the machines of the lab share."""
     for name in (*SCRIPTS, "slurm"):
         shutil.copytree(ROOT / name, lab.folder / name)
-    (lab.folder / "mine").mkdir()
+    (lab.folder / "mine/package").mkdir(parents=True)
     for name, (script, *edits) in COPIES.items():
         make_copy(script if script in SCRIPTS else lab.folder / script, lab.folder / name, *edits)
-    (lab.folder / "mine/beside.py").touch()
+    for name in ("beside.py", "package/__init__.py"):
+        (lab.folder / "mine" / name).touch()
     for folder in ("submission", "checkpoint"):
         (lab.folder / folder).mkdir()
         (lab.folder / folder / "beside.py").write_text("raise SystemExit('another module')")
@@ -196,9 +202,9 @@ GIVEN = {
                       task(2, 1, 0, TORCHRUN.format(2, 3)), 2, NPROC),
     "srun": Given(f"--nodes=2 {ONE_GPU} slurm/cifar10-srun.sbatch",
                   task("[12]", 1, 0, PYTHON, r"(?:00|11|22|30|41|52)/6 c[1-8]"), 6, NPROC),
-    "python": Given(f"{ONE_GPU} slurm/fashionmnist.sbatch",
-                    task(2, 1, 0, f"{PYTHON} --nproc 3"), 1,
-                    {"PATH": f"smi{PATH}", "CHECKPOINT": "watched.pt", **NPROC}),
+    "python": Given(f"{ONE_GPU} slurm/fashionmnist.sbatch --checkpoint 'a disk/run.pt'",
+                    task(2, 1, 0, f"{PYTHON} --nproc 3 .* --checkpoint /.*/a disk/run.pt"), 1,
+                    {"PATH": f"smi{PATH}", **NPROC}),
     "one core": Given("-c1 --gpus-per-node=0 slurm/synthetic.sbatch",
                       task(1, 1, "none", TORCHRUN.format(1, 1)), nodes="c13"),
     "gres": Given("--nodes=2 -c2 --gres=gpu:2 slurm/cifar10.sbatch",
@@ -215,7 +221,13 @@ GIVEN = {
                   IN_PYXIS | {"IMAGE": "my.img"}),
     "name": Given(f"{SMALL} slurm/cpu-container.sbatch", image("nvcr.io#nvidia/pytorch:1"), 4,
                   IN_PYXIS | {"IMAGE": "nvcr.io#nvidia/pytorch:1"}),
-    "--checkpoint": Given(f"{SMALL} slurm/cpu.sbatch --checkpoint my.pt", "error: .*CHECKPOINT="),
+    "a copy's own flag": Given(f"{ONE_GPU} slurm/cifar10.sbatch --checkpoint-every 5",
+                               task(2, 2, 0, "torchrun .* --checkpoint /.*/cifar10-.*.pt")),
+    "no such folder": Given(f"{SMALL} slurm/cpu.sbatch --checkpoint none/my.pt", "mkdir: .*/none/"),
+    "one file for an array": Given(f"{SMALL} --array=3 slurm/cpu.sbatch --checkpoint=my.pt",
+                                   "error: .* my.pt: put %a"),
+    "CHECKPOINT=": Given(f"{SMALL} slurm/cpu.sbatch", "error: .* --checkpoint my.pt", 1,
+                         {"CHECKPOINT": "my.pt"}),
     "fashionmnist on two nodes": Given("-N2 -c2 slurm/fashionmnist.sbatch", "error: one node"),
 }
 
@@ -224,7 +236,8 @@ GIVEN = {
 def given_jobs(lab):
     """The ids of the jobs of GIVEN. A test waits for its own."""
     (lab.folder / "my.img").touch()
-    (lab.folder / "watched-gpu.log").write_text("of the first start\n")
+    (lab.folder / "a disk").mkdir()
+    (lab.folder / "a disk/run-gpu.log").write_text("of the first start\n")
     usual = {"VIRTUAL_ENV": lab.folder / "show", **LEFT}
     return {name: lab.sbatch(row.command, row.nodes, row.inside, **usual, **row.variables)
             for name, row in GIVEN.items()}
@@ -269,7 +282,7 @@ def test_a_job_that_requests_no_memory_gets_its_share(lab):
 def test_log_of_gpus_is_continued_and_ends_with_the_job(lab, given_jobs):
     job = given_jobs["python"]
     lab.wait_for_state(job, "FAILED")
-    log = (lab.folder / "watched-gpu.log").read_text()
+    log = (lab.folder / "a disk/run-gpu.log").read_text()
     assert log == "of the first start\ndmon -s pucm -d 5\n", f"the log of the GPUs' use is:\n{log}"
     left = lab.machines[lab.show(job, "NodeList")].exec("pgrep -x nvidia-smi; true")
     assert not left, f"nvidia-smi still runs after the job: pid {left}"
@@ -383,17 +396,17 @@ def time_limit(lab):
     """Two of them. The first time, rank 0 takes 35 s to end (torchrun's limit is 30).
 
     The checkpoint is a link, and neither it nor the script are in the folder of the submission.
-    Meanwhile, script and job.sh are edited: only a new job runs that.
+    Meanwhile, script, module and job.sh are edited: only a new job runs that.
     """
     shutil.copytree(ROOT / "slurm", lab.folder / "submission/slurm")
     (lab.folder / "checkpoint/link.pt").symlink_to(lab.root / "scratch disk.pt")
-    command = f"--nodes=1 {ONE_CORE} slurm/cpu.sbatch {LONG}"
-    variables = {"SCRIPT": "../mine/slow.py", "CHECKPOINT": "../checkpoint/link.pt",
-                 "VIRTUAL_ENV": sys.prefix, "SLOW_STARTS": 2}
+    command = f"--nodes=1 {ONE_CORE} slurm/cpu.sbatch --checkpoint ../checkpoint/link.pt {LONG}"
+    variables = {"SCRIPT": "../mine/slow.py", "VIRTUAL_ENV": sys.prefix, "SLOW_STARTS": 2}
     job = lab.sbatch(command, "c10", "cd submission &&", STOP_SECONDS=35, **variables)
     for number in (1, 2):
         wait_for_epochs(lab, job, restarts=number - 1)
-        (lab.folder / "mine/slow.py").write_text("raise SystemExit('new script')")
+        for name in ("slow.py", "beside.py"):
+            (lab.folder / "mine" / name).write_text("raise SystemExit('new code')")
         new = (ROOT / "slurm/job.sh").read_text() + "die 'new job.sh'"
         (lab.folder / "submission/slurm/job.sh").write_text(new)
         lab.sh(f"scontrol update job={job} EndTime=now+2minutes")
@@ -440,24 +453,28 @@ def controller_away(lab):
 def array(lab):
     """Two tasks. Task 1 is stopped when task 0 has completed, and its job id is the array's.
 
+    The last --checkpoint counts.
     sbatch passes one variable to the job, so that srun would pass no other, as MASTER_ADDR.
     """
-    array = lab.sbatch(f"{ONE_CORE} --export=SCRIPT --array=0-1 slurm/cifar10-srun.sbatch {LONG}",
-                       SCRIPT="slow.py")
+    array = lab.sbatch(f"{ONE_CORE} --export=SCRIPT --array=0-1 slurm/cifar10-srun.sbatch {LONG} "
+                       "--checkpoint first.pt --checkpoint=task-%a.pt", SCRIPT="slow.py")
     wait_for_epochs(lab, f"{array}_1")
     lab.wait_for_state(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
-    for task, restarts in (f"{array}_1", 1), (f"{array}_0", 0):
-        assert_resumed(lab, task, restarts)
+    for number, restarts in (1, 1), (0, 0):
+        assert_resumed(lab, f"{array}_{number}", restarts, f"task-{number}.pt")
 
 
 # They end for good.
 def bug(lab):
-    """An epoch fails whenever it is reached. An array's task seems to have submitted the job."""
-    job = lab.sbatch(f"{ONE_CORE} slurm/cifar10-srun.sbatch {LONG}", SCRIPT="bug.py",
-                     SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
+    """Rank 1 hangs in an epoch whenever it is reached. An array's task seems to have submitted
+    the job.
+    """
+    job = lab.sbatch(f"--nodes=2 {ONE_CORE} slurm/cifar10-srun.sbatch {LONG} --timeout 20",
+                     SCRIPT="bug.py", SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     wait_for_restart(lab, job)
     assert_failed_for_good(lab, job, 1)
+    assert " in bug\n" in lab.output(job), f"the log shows not where it hung:\n{lab.output(job)}"
 
 
 def assert_failed_for_good(lab, job, restarts):
@@ -549,8 +566,9 @@ def test_job_trains(lab, trained_jobs, name):
     job = trained_jobs[name]
     lab.wait_for_state(job, "COMPLETED")
     output = lab.output(job)
-    found = re.findall(f"^{TRAINED[name][2]}|^epoch 2/2", output, re.MULTILINE)
-    assert len(found) == 2, f"{name}: no {TRAINED[name][2]!r} and a last epoch:\n{output}"
+    first = TRAINED[name][2]
+    assert re.search(f"^{first}", output, re.MULTILINE), f"{name}: no {first!r}:\n{output}"
+    assert "\nepoch 2/2" in output, f"{name} has not trained to its end:\n{output}"
     assert lab.restarts(job) == 0, f"{name}: the job was requeued:\n{output}"
 
 
@@ -563,7 +581,7 @@ def test_several_tasks_without_a_rank_end_with_an_error_line(lab):
 # --- what is left on a disk ---
 @pytest.mark.parametrize("suffix, state, shown", [
     (".code/new.py", "COMPLETED", "new code"),
-    (".pt", "FAILED", "error: .*CHECKPOINT="),
+    (".pt", "FAILED", "error: .* add --checkpoint"),
 ])
 def test_files_of_another_cluster_are_not_taken(lab, suffix, state, shown):
     """Its jobs had the same numbers. With its checkpoint, nothing would be trained."""
@@ -582,8 +600,8 @@ def test_requeued_after_a_full_disk_it_runs(lab):
     (lab.folder / "small").mkdir()
     mount = f"mount -t tmpfs -o size=4k tmpfs '{lab.folder}/small'"
     lab.machines["c1"].exec(mount)
-    job = lab.sbatch(f"--output=full.out {ONE_CORE} slurm/cifar10-srun.sbatch", "c1",
-                     SCRIPT="new.py", CHECKPOINT="small/run.pt")
+    job = lab.sbatch(f"--output=full.out {ONE_CORE} slurm/cifar10-srun.sbatch "
+                     "--checkpoint small/run.pt", "c1", SCRIPT="new.py")
     lab.wait_for_state(job, "FAILED")
     assert "No space left" in lab.output(job), f"the disk is not full:\n{lab.output(job)}"
     lab.machines["c1"].exec(f"{mount} -o remount,size=10m")

@@ -59,18 +59,18 @@ class Training:
     def __init__(self, order):
         self.order, self.record = order, Record()
         self.alive()
-        # The other format is written in C++, where the guard does not see it
-        torch.save = functools.partial(torch.save, _use_new_zipfile_serialization=False)
+        torch.save = functools.partial(save, torch.save)
         enter = torch.autocast.__enter__
         torch.autocast.__enter__ = lambda autocast: self.see_autocast(enter, autocast)
         self.module = load(f"{order.folder}/{order.root}{order.path}")
         functions = vars(self.module)
         self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
+        self.rows = None  # of a batch that augment() has got, for the next call of the loss
         self.evaluation = None  # what is seen in a call of evaluate()
         for name, see in (("load_data", self.see_data), ("loss_of", self.see_loss),
-                          ("loss_and_counts", self.see_loss), ("evaluate", self.see_evaluation),
-                          ("resume", self.see_resume)):
+                          ("loss_and_counts", self.see_loss), ("augment", self.see_augment),
+                          ("evaluate", self.see_evaluation), ("resume", self.see_resume)):
             if name in functions:
                 functions[name] = functools.partial(see, functions[name])
         register_optimizer_step_pre_hook(self.see_step)
@@ -126,9 +126,17 @@ class Training:
             self.record.tolerance = 2e-2
         return enter(autocast)
 
+    def see_augment(self, function, *arguments, **options):
+        call = Call(function, arguments, options)
+        if not any(isinstance(value, argparse.Namespace) for value in arguments):
+            return call.again()  # another function of this name
+        self.rows = rows(call.batch)
+        return self.at_augment(call)
+
     def see_loss(self, function, *arguments, **options):
         self.alive()
         call = Call(function, arguments, options)
+        samples = self.rows or rows(call.batch)
         before = random_numbers()
         result = self.at_loss(call)
         if self.evaluation and call.model is not None:
@@ -137,7 +145,8 @@ class Training:
                                               for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
             shapes = [str([*part.shape[1:]]) for part in parts_of(call.batch) if is_tensor(part)]
-            self.calls.append((floats(result)[:1], rows(call.batch), shapes))
+            self.calls.append((floats(result)[:1], samples, shapes))
+        self.rows = None
         return result
 
     def see_evaluation(self, function, *arguments, **options):
@@ -179,6 +188,9 @@ class Training:
              "shapes": [shapes for _, _, shapes in self.calls]})
         self.calls.clear()
         self.at_step()
+
+    def at_augment(self, call):
+        return call.again()
 
     def at_loss(self, call):
         return call.again()
@@ -253,6 +265,10 @@ class Loss(Training):
 
 class Gradients(Training):
     """Records the gradients of two steps in evaluation mode: without dropout and BatchNorm."""
+
+    def at_augment(self, call):
+        # As it is: augment() draws other random numbers in each process
+        return call.batch if len(call.batch) > 1 else call.batch[0]
 
     def at_loss(self, call):
         if call.model is not None:
@@ -407,6 +423,14 @@ def sample(data, index):
 
 
 # ---- Numbers ----
+def save(function, value, file, *arguments, **options):
+    """torch.save(), which opens a file in C++, where the guard does not see it."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(file, (str, os.PathLike)):
+            file = stack.enter_context(open(file, "wb"))
+        function(value, file, *arguments, **options)
+
+
 def digest(value):
     """Return a text that equal samples, or equal tensors, share."""
     if isinstance(value, torch.Tensor):
