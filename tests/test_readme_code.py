@@ -29,7 +29,6 @@ BLOCKS = {
         ("files", ""),
         ("tensors", ""),
         ("split", ""),
-        ("use", "in a program"),
         ("class weights", 'before "return fake_images(93"'),
         ("weighted loss", 'instead of "loss = F.cross_entropy("'),
         ("F1 counts", 'instead of "return loss, (logits"'),
@@ -43,6 +42,7 @@ BLOCKS = {
         ("TensorBoard", ""),
         ("steps", 'after "scheduler.step()"'),
         ("profile", BEFORE_RESUME),
+        ("use", "in a program"),
     ],
     "cifar10_ddp/README.md": [
         ("use images", "in a program"),
