@@ -29,7 +29,6 @@ BLOCKS = {
         ("files", ""),
         ("tensors", ""),
         ("split", ""),
-        ("use", "in a program"),
         ("class weights", 'before "return fake_images(93"'),
         ("weighted loss", 'instead of "loss = F.cross_entropy("'),
         ("F1 counts", 'instead of "return loss, (logits"'),
@@ -41,7 +40,9 @@ BLOCKS = {
         ("average", BEFORE_RESUME),
         ("compile", BEFORE_RESUME),
         ("TensorBoard", ""),
+        ("steps", 'after "scheduler.step()"'),
         ("profile", BEFORE_RESUME),
+        ("use", "in a program"),
     ],
     "cifar10_ddp/README.md": [
         ("use images", "in a program"),
@@ -300,9 +301,9 @@ def test_blocks_of_the_loop_clip_average_and_report(script, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = ["compile"] if script == "synthetic_ddp" else []
-    place, clip = CODE["clip"]
-    copy_with(script, (place, clip.replace("1.0", "0.01")), "average", *compiled, "TensorBoard",
-              "profile")
+    clip, steps = ((place, code.replace("1.0", "0.01").replace("100", "10"))
+                   for place, code in (CODE["clip"], CODE["steps"]))
+    copy_with(script, clip, steps, "average", *compiled, "TensorBoard", "profile")
     norms, weights, logged = train_to_end("my.py", *FLAGS[script], "--checkpoint", "my.pt",
                                           nproc=2, setup=setup).results[0]
     assert norms == pytest.approx(len(norms) * [0.01], rel=0.01), (
@@ -316,8 +317,12 @@ def test_blocks_of_the_loop_clip_average_and_report(script, monkeypatch):
     assert list(load_checkpoint("my.pt.best")) == names, f"the average has other names: {names}"
     error = ((flat(found.values()) - average).norm() / (weights[-1] - average).norm()).item()
     assert error < 0.01, f"the saved average is another one, by {error:.3g} of what it averages"
-    found = Path("my.txt").read_text().splitlines()
+    text = Path("my.txt").read_text()
+    found = [line for line in text.splitlines() if "rank 0" not in line]
     assert len(logged) > 15 and found == logged, f"TensorBoard gets {found}, not {logged}"
+    expected = [str(step) for step in range(10, len(norms) + 1, 10)]
+    found = re.findall(r"^loss of rank 0 (\d+) ", text, re.MULTILINE)
+    assert found == expected, f"TensorBoard gets a loss in the steps {found}, not {expected}"
     steps = set(re.findall(r"ProfilerStep#(\d+)", Path("trace.json").read_text()))
     assert steps == {str(step) for step in range(7, 17)}, f"the profile has the steps {steps}"
 
