@@ -472,7 +472,7 @@ def array(lab):
     sbatch passes one variable to the job, so that srun would pass no other, as MASTER_ADDR.
     """
     array = lab.sbatch(f"{ONE_CORE} --export=SCRIPT --array=0-1 slurm/cifar10-srun.sbatch {LONG} "
-                       "--checkpoint first.pt --checkpoint=task-%a.pt", SCRIPT="slow.py")
+                       "--checkpoint=first.pt --checkpoint task-%a.pt", SCRIPT="slow.py")
     wait_for_epochs(lab, f"{array}_1")
     lab.wait_for_state(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")
