@@ -4,7 +4,8 @@
     python check_copy.py my.py [flags of my.py]
 
 The check trains my.py for two epochs on a few of its own samples: on one process, on two, and
-stopped and resumed. It compares data, gradients, weights and results, and says what differs.
+stopped and resumed. It compares data, gradients, weights and results, and says what differs: for
+gradients without augment(), and with random numbers that depend on the sample, not on the process.
 Start it in the folder in which my.py finds its data.
 
 Your files: my.py works in a temporary folder, which has copies of your files of up to 1 MB (16 MB
@@ -19,10 +20,10 @@ computes from its share and only logs; files that all ranks write; the names (mo
 that my.py saves by itself; an optimizer.step() after several batches, each with zero_grad(); equal
 weights of a share's unequal parts (cifar10_ddp).
 
-What is not checked is printed first. Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot
-be checked, 3 if nothing fails, but the steps of one and two processes, the validation results or
-the resume could not be compared: this does not show that my.py is right. A copy without validation
-samples, or without --checkpoint, has nothing to compare there.
+Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked, 3 if nothing fails, but
+the steps of one and two processes, the validation results or the resume could not be compared: this
+does not show that my.py is right. What is not checked is printed first (???? leads to status 3; not
+----, for example without validation samples or --checkpoint).
 """
 import math
 import os

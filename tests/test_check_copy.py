@@ -353,7 +353,7 @@ loss = loss + model(images).square().mean()"""), (SAVED, """
         saved["average"] = average"""),
         ('after "            train_step("', "average.update_parameters(model)"),
         (EVALUATION, "val_results = evaluate(args, average.module, OnDevice(val_loader, device))")),
-    "four tensors of a small table, with dropout, all in one order (noted)": (
+    "four tensors of a small table, with dropout, all in one order (2 notes)": (
         "fashionmnist_ddp", above("""
 def build_model(args):
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
@@ -386,7 +386,7 @@ def loss_and_counts(args, model, inputs, labels, progress=1.0):
         train_set = x, y"""),
         ('instead of "shuffle = torch.Generator().manual_seed("',
          "shuffle = torch.Generator().manual_seed(0)")),
-    "a VAE of noisy samples (noted)": ("synthetic_ddp", above(VAE)),
+    "a VAE of noisy samples (1 note)": ("synthetic_ddp", above(VAE)),
     "MixUp of all parts of a batch in a loader process (not compared)": ("synthetic_ddp", above("""
 def mix_up(samples):
     share = torch.rand(())
@@ -399,8 +399,9 @@ def loss_and_counts(args, model, inputs, labels):
     logits = model(inputs)
     return F.cross_entropy(logits, labels), logits.sum()
 """), ('instead of "return (DataLoader(train_set, sampler"', """
-        return (DataLoader(train_set, sampler=sampler, drop_last=True, collate_fn=mix_up, **options),
-                DataLoader(val_share, **options))""")),
+        val_loader = DataLoader(val_share, **options)
+        options["collate_fn"] = mix_up
+        return DataLoader(train_set, sampler=sampler, drop_last=True, **options), val_loader""")),
     # What the check has once misjudged
     "random_split, map(), keywords, no default of --lr, a seed by time, a lock, and files": (
         "synthetic_ddp", above("""
@@ -448,5 +449,6 @@ def test_a_right_edit_is_no_false_alarm(check, kind):
     first = re.search(r"^(ok|FAIL|note|----|\?\?\?\?)  ", text, re.M)[1]
     assert is_compared or first == "????", f"{kind}: said first is another than this:\n{text}"
     notes = re.findall(f"\nnote  ({NOTES})?", text)
-    assert bool(notes) == kind.endswith("(noted)") and all(notes), (
+    expected = re.search(r"\((\d) note|$", kind)[1] or 0
+    assert len(notes) == int(expected) and all(notes), (
         f"{kind}, and other notes than {NOTES}:\n{text}")
