@@ -618,7 +618,7 @@ def log_start(args, device, samples, val_samples, step):
     steps = args.epochs * (samples // args.global_batch)
     log(f"world size {world_size} on {device.type} | {args.model} | global batch "
         f"{args.global_batch} ({world_size} x {args.global_batch / world_size:.4g}) of {samples} "
-        f"images in {len(args.classes)} classes, which augment() changes | "
+        f"images in {len(args.classes)} classes, passed through augment() | "
         f"lr {args.lr:g} | {args.epochs} epochs, {steps} steps"
         + (f", resumed after step {step}" if step else "")
         + ("" if val_samples else " | no validation samples: no best weights")
@@ -631,7 +631,7 @@ def restart_alarm(timeout):
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
     process continues. kill -ALRM PID prints the lines at once.
     """
-    # Not on Windows, and not if this program uses the signal itself
+    # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
@@ -640,6 +640,7 @@ def restart_alarm(timeout):
 
 def form_group(args):
     """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    restart_alarm(args.timeout)
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
                  "own. Start one task per node, with torchrun, or set RANK=0 for a single process")

@@ -18,7 +18,8 @@ GPUs busy, raise --global-batch, and then --lr, too (with Adam, by less than the
 With --checkpoint FILE (on several machines, on a disk that they share), the run saves after each
 epoch. However it ends, by Ctrl-C, a preemption or a power cut, the same command continues after the
 last saved epoch, on any number of processes. FILE.best has the weights of the epoch with the best
-validation result. If an epoch takes long, copy cifar10_ddp/train.py, which saves within epochs, too.
+validation result. If an epoch takes long, copy cifar10_ddp/train.py, which saves within epochs,
+too.
 
 If a run hangs, each process prints shortly before --timeout which lines it executes.
 
@@ -207,7 +208,8 @@ def own_batches(args, tensors, epoch=None):
     """Yield this process's share of each batch: shuffled for an epoch, or (None) in their order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     order = torch.arange(len(tensors[0]))
-    size = args.global_batch * world_size  # an evaluation, without gradients, needs less memory
+    # An evaluation needs less memory than a step, so a process may take more than its share
+    size = max(args.global_batch, world_size * min(args.global_batch, 1024))
     if epoch is not None:
         # DDP: the same order in all processes. (The hash of numbers is the same everywhere)
         shuffle = torch.Generator().manual_seed(hash((args.seed, epoch)))
@@ -405,8 +407,8 @@ def log_start(args, device, samples, val_samples, epoch):
     """Print the settings of this run: rank 0 does."""
     world_size = dist.get_world_size()
     log(f"world size {world_size} on {device.type} | global batch {args.global_batch} "
-        f"({world_size} x {args.global_batch / world_size:.4g}) of {samples} images, which "
-        f"augment() changes | lr {args.lr:g} | {args.epochs} epochs"
+        f"({world_size} x {args.global_batch / world_size:.4g}) of {samples} images, passed "
+        f"through augment() | lr {args.lr:g} | {args.epochs} epochs"
         + (f", resumed after {epoch}" if epoch else "")
         + ("" if val_samples else " | no validation samples: no best weights")
         + ("" if args.checkpoint else " | without --checkpoint, nothing is saved"))
@@ -418,7 +420,7 @@ def restart_alarm(timeout):
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
     process continues. kill -ALRM PID prints the lines at once.
     """
-    # Not on Windows, and not if this program uses the signal itself
+    # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
@@ -427,6 +429,7 @@ def restart_alarm(timeout):
 
 def form_group(args):
     """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    restart_alarm(args.timeout)
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
                  "own. Start one task per node, with torchrun, or set RANK=0 for a single process")

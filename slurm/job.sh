@@ -12,30 +12,46 @@
 set -euo pipefail
 die() { echo "error: $*" >&2; exit 1; }
 
-# The checkpoint. A new cluster numbers its jobs from 1 again, and may have the disk of an old one.
+# The checkpoint: FILE of --checkpoint FILE or --checkpoint=FILE, else a file of this job.
 restarts=${SLURM_RESTART_COUNT:-0}
-[[ " $*" != *" --checkpoint"* ]] || die "use CHECKPOINT=FILE sbatch ..."
-checkpoint=$(realpath -s "${CHECKPOINT:-$SLURM_JOB_NAME-$SLURM_JOB_ID.pt}")
-[[ ${CHECKPOINT:-} || $restarts != 0 || ! -e $checkpoint ]] ||
-    die "$checkpoint is another job's: move it and the .code away, or set CHECKPOINT=FILE"
-before=$(stat -Lc %y "$checkpoint" 2>&1) || true    # when it was saved
+file=
+previous=
+for argument in "$@"; do
+    [[ $previous != --checkpoint ]] || file=$argument
+    [[ $argument != --checkpoint=* ]] || file=${argument#*=}
+    previous=$argument
+done
+[[ ! ${CHECKPOINT:-} ]] ||
+    die "not CHECKPOINT=$CHECKPOINT sbatch ..., but sbatch ... --checkpoint $CHECKPOINT, as by hand"
+if [[ $file && ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    [[ $file == *%a* ]] ||
+        die "all tasks of the array would save to $file: put %a, a task's number, into the name"
+    file=${file//%a/$SLURM_ARRAY_TASK_ID}
+fi
+checkpoint=$(realpath -s "${file:-$SLURM_JOB_NAME-$SLURM_JOB_ID.pt}")
+# A new cluster numbers its jobs from 1 again, and may have the disk of an old one.
+[[ $file || $restarts != 0 || ! -e $checkpoint ]] ||
+    die "$checkpoint is another job's: move it and the .code away, or add --checkpoint $checkpoint"
+saved() { stat -Lc %y "$checkpoint" 2>&1; }     # when, or the error that there is no such file
+before=$(saved) || true
 
-# The code: copies of this file and of the script, made when the job first starts.
+# The code: copies of the script, of the modules (*.py) beside it, and of this file, made when the
+# job first starts.
 folder=$(dirname "$checkpoint")/$SLURM_JOB_NAME-$SLURM_JOB_ID.code
 code=$folder/${script##*/}
-mkdir -p "$folder"
-for file in slurm/job.sh "$script"; do
-    if [[ $restarts = 0 || ! -e $folder/${file##*/} ]]; then
-        cp "$file" "$folder/.tmp"
-        mv "$folder/.tmp" "$folder/${file##*/}"     # as a whole, or not at all
-    fi
-done
+if [[ $restarts = 0 || ! -e $folder/job.sh ]]; then
+    [[ -d $folder ]] || mkdir "$folder"
+    cp "$script" "$folder"
+    cp "$(dirname "$script")"/*.py "$folder"
+    cp slurm/job.sh "$folder/.tmp"          # last, and as a whole or not at all
+    mv "$folder/.tmp" "$folder/job.sh"
+fi
 if [[ $restarts != 0 && ${BASH_SOURCE[0]} != "$folder/job.sh" ]]; then
     # shellcheck source=/dev/null
     source "$folder/job.sh"
     return
 fi
-PYTHONPATH=$(dirname "$(realpath "$script")")${PYTHONPATH:+:$PYTHONPATH}    # for its modules
+PYTHONPATH=$(dirname "$(realpath "$script")")${PYTHONPATH:+:$PYTHONPATH}    # for its packages
 export PYTHONPATH
 
 # The environment: the active one, .venv or .conda, the first that has torchrun. Otherwise PATH.
@@ -79,7 +95,7 @@ requeue() {
     [[ ${SLURM_ARRAY_JOB_ID:-} != "$id" ]] || id+=_$SLURM_ARRAY_TASK_ID     # not the whole array
     preempted=$(timeout 600 bash -c "until squeue -ahj $id -O PreemptTime; do sleep 5; done") ||
         preempted=N/A       # Slurm has not answered
-    [[ $(stat -Lc %y "$checkpoint" 2>&1) != "$before" || $preempted != N/A* ]] ||
+    [[ $(saved) != "$before" || $preempted != N/A* ]] ||
         die "the job has saved nothing since it started: it is not requeued"
     scontrol requeue "$id"
     exit 1

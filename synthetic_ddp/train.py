@@ -144,7 +144,7 @@ def build_optimizer(args, model, steps):
 
     After an edit here, start a new run: a resumed one has base rates, weight decay, ... of FILE.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
 
@@ -360,7 +360,7 @@ def restart_alarm(timeout):
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
     process continues. kill -ALRM PID prints the lines at once.
     """
-    # Not on Windows, and not if this program uses the signal itself
+    # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
@@ -369,6 +369,7 @@ def restart_alarm(timeout):
 
 def form_group(args):
     """Connect all processes. Return rank 0's flags, this process's device, rank 0's checkpoint."""
+    restart_alarm(args.timeout)
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         sys.exit("error: srun has started several tasks without RANK: each would be a run of its "
                  "own. Start one task per node, with torchrun, or set RANK=0 for a single process")

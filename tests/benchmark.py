@@ -100,15 +100,15 @@ def train_as_the_tutorial(script, flags):
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     if rank == 0:
-        print(f"{(steps - 1) * BATCH_SIZES[script] * NPROC / seconds:,.0f} images/s", flush=True)
+        print(f"samples/s {(steps - 1) * BATCH_SIZES[script] * NPROC / seconds:,.0f}", flush=True)
     os._exit(0)  # at once: without waiting for the tutorial's loader processes
 
 
 # --- the measurement ---
 def speed(program):
-    """Run a program (its path and arguments) to its end, and return its last images/s.
+    """Run a program (its path and arguments) to its end, and return its last samples/s.
 
-    Those of cifar10_ddp's lines within an epoch, which are without the first step.
+    Of cifar10_ddp, those of a line within an epoch, which are without the first step.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--master-addr=localhost",
                 f"--master-port={free_port()}", f"--nproc-per-node={NPROC}"]
@@ -116,8 +116,8 @@ def speed(program):
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         sys.exit(f"error: {program} has failed:\n{result.stdout}")
-    within = re.findall(r"([\d,]+) images/s  wait", result.stdout)
-    found = within or re.findall(r"([\d,]+) images/s", result.stdout)
+    within = re.findall(r"([\d,]+) samples/s  wait", result.stdout)
+    found = within or re.findall(r"samples/s ([\d,]+)", result.stdout)
     return float(found[-1].replace(",", ""))
 
 
@@ -131,6 +131,14 @@ def load_data(args):
 
 def build_model(args):
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def scale(inputs, labels):
+    return inputs, labels
+
+
+def augment(args, inputs, labels):
+    return inputs, labels
 
 
 def loss_and_counts(args, model, inputs, labels):
@@ -172,7 +180,7 @@ def measure_mlp(rounds):
         command = [sys.executable, copy, "--fake-data", "--global-batch", "64", "--epochs", "3"]
         for _ in range(rounds):
             text = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-            speed = re.findall(r"([\d,]+) images/s", text.stdout)[-1]
+            speed = re.findall(r"samples/s ([\d,]+)", text.stdout)[-1]
             copied.append(64e6 / float(speed.replace(",", "")))
             text = subprocess.run([sys.executable, __file__, "--plain"], env=env,
                                   check=True, capture_output=True, text=True)
@@ -186,16 +194,16 @@ def measure_loader(rounds):
     """Print the CPU time of a loader process of cifar10_ddp for an image of CIFAR-10."""
     module = load_script("cifar10_ddp")
     images = torch.zeros(50000, 3, 32, 32, dtype=torch.uint8)
-    batches = module.SeededBatches(TensorDataset(images, torch.zeros(50000, dtype=torch.long)))
-    args = module.parse_args(["--fake-data", "--workers", "1"])
+    data = TensorDataset(images, torch.zeros(50000, dtype=torch.long))
+    args = module.parse_args(["--fake-data", "--workers", "1", "--global-batch", "128"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def seconds(count):
-        parts = [(0, step, 0, torch.randperm(50000)[:128].tolist()) for step in range(count)]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        loader = module.build_loader(args, batches, sampler=parts, batch_size=None)
-        for _ in loader:
-            pass
-        del loader
+        batches, _ = module.build_loaders(args, 1, data, [], 0)
+        for _ in range(count):
+            next(batches)
+        del batches
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -217,7 +225,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="runs of each program")
     args = parser.parse_args()
     print(f"{CORES} cores, {GPUS} GPUs | torch {torch.__version__} | {args.rounds} rounds, median "
-          "(least to most)\n\n| script, processes x batch size | images/s | times tutorial |\n"
+          "(least to most)\n\n| script, processes x batch size | samples/s | times tutorial |\n"
           "|---|---|---|", flush=True)
     for script in [name for name in args.only if name in STEPS]:
         global_batch = BATCH_SIZES[script] * NPROC

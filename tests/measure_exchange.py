@@ -53,6 +53,7 @@ def main():
 
     def time_step(network):
         """Return the seconds of a training step. Only ddp_model exchanges gradients."""
+        script.restart_alarm(args.timeout)
         dist.barrier()
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):

@@ -3,11 +3,12 @@
     python tests/measure_gpu.py IMAGES.pt
 
 IMAGES.pt holds {"train": (images, labels), "test": ...}, uint8 (N, 3, 32, 32) and int64 (N,). It
-prints the images/s and the test accuracy of
+prints the samples/s and the validation accuracy of
     one epoch, with 128 images a step;
     two epochs with --compile, with 128 and with 512 images a step;
     30 epochs of a copy of fashionmnist_ddp that holds the images on the GPU.
 """
+import inspect
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from copies import make_copy
+from scripts import load_script
 
 FILE = Path(sys.argv[1]).resolve()
 
@@ -49,26 +51,18 @@ def build_optimizer(args, model, steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, steps)
 
 
+def scale(images, labels):
+    return images.sub(115).div(57), labels
+
+
 def loss_and_counts(args, model, images, labels):
-    smoothing = 0.0
-    if model.training:
-        smoothing = 0.1
-        images = crop(images)
-    images = images.sub(115).div(57).to(memory_format=torch.channels_last)
+    smoothing = 0.1 if model.training else 0.0
+    images = images.to(memory_format=torch.channels_last)
     with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
         logits = model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
     return loss, (logits.argmax(1) == labels).sum()
-
-
-def crop(images):
-    numbers = torch.arange(len(images), device=images.device)
-    top, left = torch.randint(9, (2, len(images)), device=images.device)
-    padded = F.pad(images.float(), (4, 4, 4, 4), "reflect")
-    crops = padded.unfold(2, 32, 1).unfold(3, 32, 1)[numbers, :, top, left].to(torch.uint8)
-    flip = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
-    return torch.where(flip, crops.flip(3), crops)
-"""
+""" + "\n\n" + inspect.getsource(load_script("cifar10_ddp").augment)
 
 
 def measure(name, path, *flags):
@@ -78,10 +72,10 @@ def measure(name, path, *flags):
     text = result.stdout
     if result.returncode != 0:
         sys.exit(f"{name}: status {result.returncode}\n{text}")
-    speeds = re.findall(r"[\d,]+ images/s", text)
+    speeds = re.findall(r"samples/s ([\d,]+)", text)
     accuracies = re.findall(r"val_accuracy ([\d.]+)", text)
-    seconds = re.findall(r"([\d.]+) s\b", text)
-    print(f"{name:44} {speeds[-1:]}  accuracy {accuracies[-1:]}  "
+    seconds = re.findall(r"seconds ([\d.]+)", text)
+    print(f"{name:44} samples/s {speeds[-1:]}  accuracy {accuracies[-1:]}  "
           f"seconds of epochs {seconds[:2]} ... {seconds[-1:]}", flush=True)
 
 

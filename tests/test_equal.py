@@ -1,288 +1,236 @@
 """First guarantee: a run is equal on any number of processes.
 
 The same samples in a step, the gradient of the mean of the global batch, equal losses and weights,
-each validation sample once. Samples are numbered: all values of an input are its number.
+each validation sample once. On the tests' own problem, and on each script's own data and model.
 """
 
 import functools
+import itertools
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
-from checkpoints import assert_equal
-from forked import fork, train_to_end
-from recorder import (change_sets, first_samples, flat, loss_of, number_samples, numbers_of,
-                      record_small_model, sets_of, use_small_model)
-from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script
+import torch.nn.functional as F
+from harness import (BEST, EPOCHS, OWN, SCRIPTS, STEPS, TRAIN, VAL, flags_of, give_problem,
+                     load_script, own_flags, run_to_end, text_of, weights_of)
 
-SAMPLES = 56
-EPOCHS = 3
-CASES = [(script, nproc) for script in DDP_SCRIPTS for nproc in (1, 2, 3)]
-
-
-def flags_of(script, seed=0):
-    """Return flags for 4 steps of 12 or 13 samples in an epoch. 13 make unequal shares."""
-    global_batch = 13 if SCRIPTS[script].any_number else 12
-    more = ["--batch-size", 4] if script in STEP_SCRIPTS else []  # gradient accumulation
-    return [SCRIPTS[script].data_flag, SAMPLES, "--epochs", EPOCHS, "--global-batch", global_batch,
-            "--seed", seed, *SCRIPTS[script].no_children, *more]
+scripts = pytest.mark.parametrize("script", SCRIPTS)
+scripts_with_best = pytest.mark.parametrize("script", BEST)
+numbers_of_processes = pytest.mark.parametrize("nproc", [1, 2, 3])
 
 
 @functools.cache
-def record(script, nproc, seed=0):
-    """Train on numbered samples. Return what each rank has recorded, and what is printed."""
-    def setup(module, rank):
-        def number(data, train_set):
-            numbers.append(number_samples(data))
-            return data
-
-        numbers = []
-        change_sets(module, number)
-        recorder = record_small_model(module, rank)
-        recorder.sets = numbers
-        return recorder
-
-    end = train_to_end(script, *flags_of(script, seed), nproc=nproc, setup=setup)
-    return end.results, end.text
+def trained(script, nproc, seed=0):
+    """Return the ranks of a run without random numbers. Of 13 samples, the shares are unequal."""
+    return run_to_end(script, *flags_of(script), "--seed", seed, nproc=nproc)
 
 
-def batches_of_steps(script, nproc, seed=0):
-    """Return for each step the batches of all ranks."""
-    ranks, _ = record(script, nproc, seed)
-    return [sum(of_ranks, []) for of_ranks in zip(*(rank.steps for rank in ranks), strict=True)]
+def batches_of_steps(rank):
+    """Return for each step of a rank its batches: ("train", numbers of samples, seed)."""
+    events = [event for event in rank.seen if event[0] in ("train", "step")]
+    ends = [place for place, event in enumerate(events) if event[0] == "step"]
+    return [events[before + 1:end] for before, end in itertools.pairwise([-1, *ends])]
 
 
-def samples_of_epochs(script, nproc, seed=0):
-    """Return for each epoch a list of the sorted numbers of the samples in each of its steps."""
-    steps = [sorted(numbers_of(batches)) for batches in batches_of_steps(script, nproc, seed)]
-    length = len(steps) // EPOCHS
-    return [steps[first:first + length] for first in range(0, len(steps), length)]
+def samples_of_steps(script, nproc, seed=0):
+    """Return for each step the numbers of the samples of all ranks."""
+    steps = zip(*map(batches_of_steps, trained(script, nproc, seed)), strict=True)
+    return [sorted(number for batches in ranks for _, numbers, _ in batches for number in numbers)
+            for ranks in steps]
 
 
-def reference(script, nproc):
-    """Return module, flags, and the model at the start of a run with its optimizer."""
-    module = load_script(script)
-    use_small_model(module)
-    args = module.parse_args([str(flag) for flag in flags_of(script)])
-    module.load_data(args)  # sets the classes
-    model = module.build_model(args)
-    ranks, _ = record(script, nproc)
-    model.load_state_dict(ranks[0].start)
-    if hasattr(module, "evaluate"):
-        return module, args, model, *module.build_optimizer(args, model, len(ranks[0].steps))
-    return module, args, model, module.build_optimizer(args, model), None
+def epochs(items):
+    """Return these items of all epochs as a list for each epoch."""
+    length = len(items) // EPOCHS
+    return [items[first:first + length] for first in range(0, len(items), length)]
 
 
-# ---- what a step has ----
-@pytest.mark.parametrize("script, nproc", CASES)
-def test_each_epoch_uses_each_sample_once_in_steps_of_the_global_batch(script, nproc):
-    ranks, _ = record(script, nproc)
-    train_set = ranks[0].sets[0]
-    global_batch = load_script(script).parse_args(
-        [str(flag) for flag in flags_of(script)]).global_batch
-    for steps in samples_of_epochs(script, nproc):
-        sizes = [len(samples) for samples in steps]
-        expected = len(train_set) // global_batch * [global_batch]
-        assert sizes == expected, f"steps of an epoch have {sizes} samples, not {expected}"
-        used = set(sum(steps, []))
-        assert len(used) == sum(sizes) and used <= set(train_set), (
-            f"an epoch uses {len(used)} different training samples, not {sum(sizes)}")
+@numbers_of_processes
+@scripts
+def test_a_step_has_the_same_samples_and_an_epoch_has_each_sample_once(script, nproc):
+    steps, size = samples_of_steps(script, nproc), flags_of(script)[1]
+    assert [len(step) for step in steps] == EPOCHS * STEPS * [size], (
+        f"{script} on {nproc} processes: a step must have {size} samples: {steps}")
+    for epoch in epochs(steps):
+        assert len(set(range(TRAIN)) & set(sum(epoch, []))) == STEPS * size, (
+            f"{script} on {nproc} processes: an epoch has samples twice, or others: {epoch}")
+    assert steps == samples_of_steps(script, 1), (
+        f"{script} on {nproc} processes: the samples of the steps are not those of one process")
 
 
-@pytest.mark.parametrize("script, nproc", [case for case in CASES if case[1] > 1])
-def test_a_step_has_the_same_samples_on_any_number_of_processes(script, nproc):
-    found, alone = samples_of_epochs(script, nproc), samples_of_epochs(script, 1)
-    assert found == alone, (
-        f"{script}: the samples of the first step are\n{found[0][0]} on {nproc} processes\n"
-        f"{alone[0][0]} on one")
-
-
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
+@scripts
 def test_the_order_differs_by_epoch_and_by_seed(script):
-    orders = samples_of_epochs(script, 1) + samples_of_epochs(script, 1, 1)
+    orders = epochs(samples_of_steps(script, 1)) + epochs(samples_of_steps(script, 1, seed=1))
     for number, order in enumerate(orders):
         assert order not in orders[:number], (
-            f"3 epochs with --seed 0 and 3 with --seed 1: number {number + 1} repeats an order")
-    first, other = (flat(record(script, 1, seed)[0][0].start.values()) for seed in (0, 1))
+            f"{script}: 3 epochs with --seed 0, 3 with --seed 1: number {number} repeats an order")
+    first, other = (trained(script, 1, seed)[0].seen[0][1] for seed in (0, 1))
     assert not torch.equal(first, other), f"{script}: --seed 1 starts with the weights of --seed 0"
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
+@scripts
 def test_random_numbers_differ_by_rank_epoch_and_seed(script):
     """Those of dropout. A seed may serve all steps of an epoch, or one part of a step."""
-    ranks = [rank for seed in (0, 1) for rank in record(script, 2, seed)[0]]
-    length = len(ranks[0].steps) // EPOCHS
-    seeds = [set(sum(rank.seeds[first:first + length], []))
-             for rank in ranks for first in range(0, EPOCHS * length, length)]
-    different = len(set.union(*seeds))
-    assert different == sum(map(len, seeds)), (
-        f"{script}: 2 runs of {EPOCHS} epochs on 2 ranks share seeds: {different} different ones")
+    seeds = [{seed for _, _, seed in sum(epoch, [])} for of_run in (0, 1)
+             for rank in trained(script, 2, of_run) for epoch in epochs(batches_of_steps(rank))]
+    assert len(set.union(*seeds)) == sum(map(len, seeds)), (
+        f"{script}: two runs of {EPOCHS} epochs on two ranks share seeds: {seeds}")
 
 
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_parts_and_their_random_numbers_are_equal_on_one_and_two_processes(script):
-    """4 parts of 13 images, of at most 4: a GPU that accumulates gradients makes the same."""
-    on_1, on_2 = ([sorted((seed, numbers_of([batch])) for rank in record(script, nproc)[0]
-                          for batch, seed in zip(rank.steps[step], rank.seeds[step]))
-                   for step in range(4)] for nproc in (1, 2))
-    assert on_1 == on_2, (
-        f"{script}: parts of step 1 are\n{on_1[0]} on one process\n{on_2[0]} on two")
-    sizes = [len(numbers) for _, numbers in on_1[0]]
-    assert max(sizes) <= 4, f"--batch-size 4: a process computes {sizes} images at once"
+def test_a_gpu_that_adds_up_gradients_computes_the_parts_of_several_gpus():
+    """Parts of 3 or 4 of 13 images, with equal random numbers: dropout and BatchNorm are equal."""
+    on_1, on_2 = ([sorted(sum(ranks, [])) for ranks in zip(*map(
+        batches_of_steps, trained("cifar10_ddp", nproc)))] for nproc in (1, 2))
+    assert on_1 == on_2, f"cifar10_ddp: parts on one process\n{on_1}\nand on two\n{on_2}"
+    sizes = {len(numbers) for _, numbers, _ in sum(on_1, [])}
+    assert sizes == {3, 4}, f"cifar10_ddp --batch-size 4: parts have {sizes} images"
 
 
-# ---- what a step does ----
-@pytest.mark.parametrize("script, nproc", CASES)
-def test_the_gradient_is_that_of_the_mean_of_the_global_batch(script, nproc):
-    """On all ranks, of 13 samples on 2 and 3 processes: computed again, by autograd alone."""
-    module, args, model, *_ = reference(script, nproc)
-    ranks, _ = record(script, nproc)
-    for step, batches in enumerate(batches_of_steps(script, nproc)):
-        model.load_state_dict(ranks[0].weights[step])
-        whole = [torch.cat(tensors) for tensors in zip(*batches)]
-        loss = loss_of(module, args, model, whole)
-        expected = flat(torch.autograd.grad(loss, list(model.parameters())))
-        for rank, recorder in enumerate(ranks):
-            error = ((recorder.gradients[step] - expected).norm() / expected.norm()).item()
-            assert error < 1e-5, (
-                f"{script}, step {step + 1}, rank {rank} of {nproc}: the gradient differs from "
-                f"that of the mean of the global batch by {100 * error:.3g} %")
+@numbers_of_processes
+@scripts
+def test_weights_and_results_are_those_of_a_plain_loop(script, nproc):
+    """The loop computes each batch at once, and uses no function of the script.
 
-
-@pytest.mark.parametrize("script, nproc", CASES)
-def test_weights_and_losses_are_those_of_a_plain_loop(script, nproc):
-    """The loop has the same samples, the whole batch at once, the script's optimizer."""
-    module, args, model, optimizer, scheduler = reference(script, nproc)
-    ranks, text = record(script, nproc)
-    steps = batches_of_steps(script, nproc)
-    losses, samples = [], []
-    for batches in steps:
-        whole = [torch.cat(tensors) for tensors in zip(*batches)]
+    The optimizer is SGD: the weights would differ with any other gradient, also with a multiple.
+    """
+    ranks = trained(script, nproc)
+    problem, args = SimpleNamespace(), SimpleNamespace(lr=0.1)
+    give_problem(problem, "fashionmnist_ddp", [], noisy=False)
+    (x, y), (val_x, val_y) = problem.load_data(args)
+    model = problem.build_model(args)
+    nn.utils.vector_to_parameters(ranks[0].seen[0][1].clone(), model.parameters())
+    optimizer, schedule = problem.build_optimizer(args, model, EPOCHS * STEPS)
+    expected, losses = [], []
+    for number, step in enumerate(samples_of_steps(script, nproc), start=1):
         optimizer.zero_grad()
-        loss = loss_of(module, args, model, whole)
+        loss = F.cross_entropy(model(x[step, 1:]), y[step])
         loss.backward()
         optimizer.step()
-        if scheduler:
-            scheduler.step()
-        losses.append(loss.item() * len(whole[0]))
-        samples.append(len(whole[0]))
-    for rank, recorder in enumerate(ranks):
-        found, expected = flat(recorder.model.parameters()), flat(model.parameters())
-        error = ((found - expected).norm() / expected.norm()).item()
-        assert error < 1e-4, (
-            f"{script}: rank {rank} of {nproc} ends with weights that differ from those of a "
-            f"plain loop by {100 * error:.3g} %")
-    length = len(steps) // EPOCHS
-    means = [sum(losses[first:first + length]) / sum(samples[first:first + length])
-             for first in range(0, len(steps), length)]
-    logged = [float(loss) for loss in re.findall(r"^epoch \d+/3  loss ([\d.]+)", text, re.M)]
-    assert logged == pytest.approx(means, abs=1e-4, rel=1e-4), (
-        f"{script} on {nproc} processes: losses of the epochs must be {means}:\n{text}")
-
-
-@pytest.mark.parametrize("script, nproc", [case for case in CASES if case[1] > 1])
-def test_all_ranks_end_with_the_same_weights(script, nproc):
-    ranks, _ = record(script, nproc)
-    for rank, recorder in enumerate(ranks):
-        assert_equal(recorder.model.state_dict(), ranks[0].model.state_dict(),
-                     f"{script}: the model of rank {rank}, beside that of rank 0")
+        if script in BEST:  # the others have no schedule
+            schedule.step()
+        losses.append(loss.item())
+        expected.append(weights_of(model))
+        if number % STEPS == 0:
+            results = {"loss": sum(losses[-STEPS:]) / STEPS}
+            if script in BEST:
+                logits = model(val_x[:, 1:])
+                results["val_loss"] = F.cross_entropy(logits, val_y).item()
+                results["val_accuracy"] = (logits.argmax(1) == val_y).double().mean().item()
+            (line,) = re.findall(rf"^epoch {number // STEPS}/3  (?!step).*", ranks[0].text, re.M)
+            found = {name: float(re.search(rf"\b{name} (\S+)", line)[1]) for name in results}
+            assert found == pytest.approx(results, abs=1e-4), (
+                f"{script} on {nproc} processes prints {line!r}: it must be {results}")
+    for number, rank in enumerate(ranks):
+        found = [weights for kind, weights, *_ in rank.seen if kind == "step"]
+        errors = [(one - other).abs().max().item() for one, other in zip(found, expected)]
+        assert max(errors) < 1e-5, (
+            f"{script}, rank {number} of {nproc}: after its steps, weights differ from those of "
+            f"a plain loop by up to {errors}")
 
 
 # ---- validation ----
-@pytest.mark.parametrize("script, nproc", [case for case in CASES if case[0] in BEST_SCRIPTS])
-def test_each_validation_sample_is_counted_once(script, nproc):
-    """The last line's loss and accuracy are those of the whole set, computed at once."""
-    ranks, text = record(script, nproc)
-    val_set = ranks[0].sets[1]
-    for epoch in range(EPOCHS):
-        found = sorted(numbers_of(sum((rank.evaluations[epoch] for rank in ranks), [])))
-        assert found == val_set, (
-            f"{script} on {nproc} processes: epoch {epoch + 1} evaluates the samples\n{found}\n"
-            f"not each of\n{val_set}\nonce")
-    module, args, model, *_ = reference(script, nproc)
-    model.load_state_dict(ranks[0].model.state_dict())
-    model.eval()
-    batches = sum((rank.evaluations[-1] for rank in ranks), [])
-    whole = [torch.cat(tensors) for tensors in zip(*batches)]
-    with torch.no_grad():
-        loss, counts = module.loss_and_counts(args, model, *whole)
-    accuracy = module.metrics(counts, len(val_set))["accuracy"]
-    expected = f"val_loss {loss:.4f}  val_accuracy {accuracy:.4f}"
-    assert expected in text.splitlines()[-1], f"{script}: the last line must say {expected}\n{text}"
+@numbers_of_processes
+@scripts_with_best
+def test_an_evaluation_has_each_validation_sample_once(script, nproc):
+    expected = EPOCHS * [[*range(TRAIN, TRAIN + VAL)]]
+    ranks = [epochs([event for event in rank.seen if event[0] == "val"])
+             for rank in trained(script, nproc)]
+    found = [sorted(number for evaluation in of_ranks for _, numbers, _ in evaluation
+                    for number in numbers) for of_ranks in zip(*ranks)]
+    assert found == expected, f"{script} on {nproc} processes evaluates the samples {found}"
 
 
-@pytest.mark.parametrize("script", BEST_SCRIPTS)
-def test_fewer_validation_samples_than_processes_and_none(script):
+@pytest.mark.parametrize("count, words", [(1, "val_loss"), (0, "no validation samples")])
+@scripts_with_best
+def test_fewer_validation_samples_than_processes_and_none(script, count, words):
     """A rank without samples takes part, and without any there is no result."""
-    for count, words in ((1, "val_loss"), (0, "no validation samples")):
-        def setup(module, rank):
-            change_sets(module, lambda data, train_set: (
-                data if train_set else first_samples(data, count)))
-            use_small_model(module)
+    def change(module, rank, seen):
+        def load_data(args):
+            train_set, val_set = plain(args)
+            few = torch.utils.data.Subset(val_set, range(count))
+            return train_set, few if script != "fashionmnist_ddp" else [
+                tensor[:count] for tensor in val_set]
 
-        text = train_to_end(script, *flags_of(script), nproc=2, setup=setup).text
-        assert words in text, f"{script} with {count} validation samples: no {words!r}\n{text}"
-        assert "nan" not in text, f"{script} with {count} validation samples:\n{text}"
+        plain, module.load_data = module.load_data, load_data
+
+    text = text_of(run_to_end(script, *flags_of(script), change=change))
+    assert words in text, f"{script} with {count} validation samples: no {words!r}\n{text}"
+    assert "nan" not in text, f"{script} with {count} validation samples:\n{text}"
 
 
-@pytest.mark.parametrize("script", BEST_SCRIPTS)
+@scripts_with_best
 def test_an_evaluation_uses_rank_0s_buffers_and_restores_all_modes(script):
     """BatchNorm's averages are those of each rank's samples; a frozen layer stays frozen."""
-    module = load_script(script)
+    def change(module, rank, seen):
+        def evaluate(*arguments):
+            model = next(item for item in arguments if isinstance(item, nn.Module))
+            model[2].eval()
+            before = [layer.training for layer in model.modules()]
+            results = plain(*arguments)
+            restored = before == [layer.training for layer in model.modules()]
+            seen.append(("evaluation", restored, model[1].running_mean.clone()))
+            return results
 
-    def evaluate(rank):
-        torch.distributed.init_process_group("gloo")
-        model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout().eval())
-        model[0].running_mean.fill_(rank)
-        modes = []
+        plain, module.evaluate = module.evaluate, evaluate
 
-        def loss_and_counts(args, model, inputs):
-            modes.extend(layer.training for layer in model.modules())
-            return inputs.mean(), inputs.sum()
-
-        module.loss_and_counts = loss_and_counts
-        module.evaluate(None, model, [(torch.ones(2, 4),)])
-        return (model[0].running_mean.tolist(), any(modes),
-                [layer.training for layer in model.modules()])
-
-    for rank, found in enumerate(fork(2, evaluate)):
-        expected = ([0, 0, 0, 0], False, [True, True, False])
-        assert found == expected, (
-            f"{script}, rank {rank}: averages, a layer that trains in an evaluation, and modes "
-            f"after it must be {expected}, not {found}")
+    ranks = run_to_end(script, *flags_of(script), problem="noisy", change=change)
+    for one, other in zip(*([event for event in rank.seen if event[0] == "evaluation"]
+                            for rank in ranks), strict=True):
+        assert one[1], f"{script}: an evaluation changes the modes of layers"
+        assert torch.equal(one[2], other[2]), f"{script}: the ranks evaluate with other averages"
 
 
-# ---- flags ----
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
+# ---- flags, and the scripts' own data, models and optimizers ----
+@scripts
 def test_all_ranks_use_the_flags_of_rank_0(script):
     """Their launchers may be given others: one for each machine."""
-    def setup(module, rank):
+    def change(module, rank, seen):
         sys.argv += ["--lr", "0.5", "--seed", "7", "--epochs", "1"] if rank == 1 else []
-        recorder = record_small_model(module, rank)
-        return recorder
 
-    ranks = [train_to_end(script, *flags_of(script), nproc=2, setup=how).results
-             for how in (setup, record_small_model)]
-    found, expected = ([rank.gradients for rank in of_run] for of_run in ranks)
-    assert_equal(found, expected,
-                 f"{script}, whose rank 1 was given other flags: gradients [rank][step]")
+    found = run_to_end(script, *flags_of(script), "--seed", 0, change=change)
+    same = [str(rank.seen) for rank in found] == [str(rank.seen) for rank in trained(script, 2)]
+    assert same, f"{script}: rank 1 was given other flags, and trains otherwise\n{text_of(found)}"
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
+@pytest.mark.parametrize("script, folder", [*[(script, "") for script in SCRIPTS],
+                                            ("cifar10_ddp", "folder")])
+def test_its_own_data_and_model_train_the_same_on_one_and_two_processes(script, folder, tmp_path):
+    """With its own optimizer and schedule, random crops, shifts and flips.
+
+    cifar10_ddp draws the same random numbers on two processes. fashionmnist_ddp does not: there,
+    all images are mirrored, and there is no dropout.
+    """
+    def change(module, rank, seen):
+        if script == "fashionmnist_ddp":
+            torch.rand = torch.zeros
+            F.dropout = lambda x, *_: x
+
+    flags = own_flags(script, folder and tmp_path / folder)
+    one, two = (tmp_path / f"{nproc}.pt" for nproc in (1, 2))
+    for nproc, path in enumerate((one, two), start=1):
+        run_to_end(script, *flags, "--checkpoint", path, nproc=nproc, problem="own", change=change)
+    one, two = (torch.load(path)["model"] for path in (one, two))
+    errors = {name: ((one[name] - two[name]).norm() / one[name].norm()).item() for name in one}
+    assert max(errors.values()) < 1e-3, (
+        f"{script}: on one and on two processes, weights differ by {errors}")
+
+
+@scripts
 def test_generated_samples_depend_on_the_seed_and_those_to_validate_are_others(script):
     module = load_script(script)
 
     def inputs_of(seed):
         torch.manual_seed(seed)
-        args = module.parse_args([SCRIPTS[script].data_flag, "40", "--seed", str(seed)])
-        for data in sets_of(module, module.load_data(args)):
-            if isinstance(data, (tuple, list)):
-                data = list(zip(*data))
-            yield {tuple(data[index][0].flatten().tolist()) for index in range(len(data))}
+        args = module.parse_args([*map(str, OWN[script]), "--seed", str(seed)])
+        data = module.load_data(args)
+        for part in [data] if script == "cpu_ddp" else data:
+            pairs = zip(*part) if isinstance(part, (tuple, list)) else part
+            yield {tuple(inputs.flatten().tolist()) for inputs, _ in pairs}
 
     sets, (other, *_) = list(inputs_of(0)), inputs_of(1)
     assert not sets[0] & other, f"{script}: --seed 1 generates samples of --seed 0"
-    assert not set.intersection(*sets) or len(sets) == 1, (
+    assert script == "cpu_ddp" or not set.intersection(*sets), (
         f"{script}: generated validation samples are training samples")

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launchers import Job, clean_environment
+from copies import make_copy
+from launchers import Job, clean_environment, run
 from scripts import ROOT, SCRIPTS, STEP_SCRIPTS, code_blocks, load_script, name_of
 from torch.distributed.run import get_args_parser
 
@@ -115,3 +116,25 @@ def test_a_command_prints_what_its_page_shows(script):
         found = re.search(f"^{epoch}(?!step).*", text, re.MULTILINE)[0]
         assert results(found) == pytest.approx(results(expected), rel=0.1, abs=0.02), (
             f"{page} shows\n{epoch}{expected}\nbut {command} prints\n{text}")
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_prints_the_lines_that_the_readme_shows(tmp_path):
+    def functions(text):
+        """Return the functions that each process prints, the innermost first."""
+        traces = re.findall(r"^Current thread .*\n((?:  .*\n)+)", text, re.MULTILINE)
+        return [re.findall(r"line \d+ in (\w+)$", trace, re.MULTILINE) for trace in traces]
+
+    (shown,) = re.findall(r"^```\n(Current thread .*?)^```$", (ROOT / "README.md").read_text(),
+                          re.MULTILINE | re.DOTALL)
+    copy = make_copy("synthetic_ddp", tmp_path / "my.py", ("", """
+def my_tokenizer():
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+"""), ('before "with torch.autocast("', "my_tokenizer()"))
+    status, text = run(copy, "--timeout", 10, launcher="torchrun", nproc=2)
+    assert status and re.search(r"Root Cause .*\n\[0\]:", text), f"another failure:\n{text}"
+    for expected in functions(shown):
+        assert any(set(expected) <= set(found) and found.index(expected[0]) <= 2
+                   for found in functions(text)), (
+            f"no process prints that it is in {expected}, as README.md shows:\n{text}")

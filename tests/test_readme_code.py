@@ -1,8 +1,4 @@
-"""Python code on the pages does what its page says.
-
-A block of make-it-yours is put where the page says, into a copy of each script that it is for. The
-copy then trains alike on one process and on two, and resumes exactly.
-"""
+"""Python code on the pages does what its page says, on one process and on two."""
 
 import contextlib
 import functools
@@ -11,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,60 +17,47 @@ from copies import make_copy
 from forked import at_step, kill_after, train_and_kill, train_to_end, watch
 from image_folder import write_images
 from recorder import FewPixels, flat, use_small_model
-from scripts import BEST_SCRIPTS, ROOT, code_blocks, load_script
+from scripts import BEST_SCRIPTS, ROOT, code_blocks, load_script, script_path
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 pytestmark = pytest.mark.slow
-MAKE_IT_YOURS = "synthetic_ddp/make-it-yours.md"
-CIFAR10 = "cifar10_ddp/README.md"
-
-# The Python blocks of a page, in order: name, and place in a copy of the script. Without a place,
-# the block's functions replace those of the script (see copies.py). None: it is no edit
+# The Python blocks of each page, in order: a name, and the place of its code in a copy of the
+# script (see copies.py). Without a place, its functions replace those of the script
+BEFORE_RESUME = 'before "    resume(checkpoint"'
 BLOCKS = {
-    MAKE_IT_YOURS: [
+    "synthetic_ddp/make-it-yours.md": [
         ("files", ""),
         ("tensors", ""),
-        ("split", 'instead of "return Subset(data, range(split"'),
-        ("use", None),
-        ("start from", ""),
-        ("class weights", 'before "fake_images(args.fake_data, "'),
-        ("class weights", 'instead of "loss = F.cross_entropy("'),
-        ("F1", 'instead of "return loss, (logits"'),
+        ("split", ""),
+        ("class weights", 'before "return fake_images(93"'),
+        ("weighted loss", 'instead of "loss = F.cross_entropy("'),
+        ("F1 counts", 'instead of "return loss, (logits"'),
         ("F1", ""),
+        ("AUC", ""),
         ("language model", ""),
-        ("tokens", 'instead of "loss = F.cross_entropy("'),
+        ("tokens", 'instead of "loss = F.cross_entropy(logits, labels.flatten())"'),
         ("clip", 'before "optimizer.step()"'),
-        ("average", 'before "    resume(checkpoint"'),
-        ("compile", 'before "ddp_model = DDP("'),
-        ("TensorBoard", 'before "for epoch in range({loop}"'),
-        ("TensorBoard", 'after "{end}"'),
-        ("profile", 'before "for epoch in range({loop}"'),
+        ("average", BEFORE_RESUME),
+        ("compile", BEFORE_RESUME),
+        ("TensorBoard", ""),
+        ("steps", 'after "scheduler.step()"'),
+        ("profile", BEFORE_RESUME),
+        ("use", "in a program"),
     ],
-    CIFAR10: [
-        ("use", None),
-        ("own data set", ""),
+    "cifar10_ddp/README.md": [
+        ("use images", "in a program"),
+        ("own images", ""),
     ],
 }
-# The places that the page describes, in each script
-SAVES = "if rank == 0 and args.checkpoint:  # DDP: all have the same weights, one process saves"
-PLACES = {
-    "synthetic_ddp": {"loop": "progress", "end": SAVES},
-    "fashionmnist_ddp": {"loop": "progress", "end": SAVES},
-    "cifar10_ddp": {"loop": "max(", "end": 'if score > progress["best_score"]'},
-}
+CODE = {name: (place, code) for page, names in BLOCKS.items()
+        for (name, place), code in zip(names, code_blocks(ROOT / page, "python"))}
+SMALL = ("--global-batch", 16, "--epochs", 3)
 FLAGS = {  # for short runs with a small model
-    "synthetic_ddp": ("--samples", 160, "--global-batch", 16, "--workers", 0),
-    "fashionmnist_ddp": ("--fake-data", 96, "--global-batch", 16),
-    "cifar10_ddp": ("--fake-data", 96, "--global-batch", 16, "--workers", 0),
+    "synthetic_ddp": ("--samples", 160, *SMALL),
+    "fashionmnist_ddp": ("--fake-data", 96, *SMALL),
+    "cifar10_ddp": ("--fake-data", 96, "--workers", 0, *SMALL),
 }
 all_scripts = pytest.mark.parametrize("script", BEST_SCRIPTS)
-
-
-def edits(page, script, *names):
-    """Return the pairs (place, code) of the blocks with these names, for a copy of a script."""
-    blocks = zip(BLOCKS[page], code_blocks(ROOT / page, "python"), strict=True)
-    return [(place and re.sub(r"\{(\w+)\}", lambda name: PLACES[script][name[1]], place), code)
-            for (name, place), code in blocks if name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +67,13 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def run_code(code, names=None):
-    """Run a block that is no edit, with my.py. Return what it prints. names gets its variables."""
+def copy_with(script, *names):
+    """Write my.py, a copy of a script with these blocks, or further edits (place, code)."""
+    make_copy(script, "my.py", *[CODE[name] if isinstance(name, str) else name for name in names])
+
+
+def printed_by(code, names=None):
+    """Run a block that is a program. Return what it prints. names gets its variables."""
     for name in ("my", "cifar10_ddp"):  # of another test, or of load_script()
         sys.modules.pop(name, None)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -94,29 +81,22 @@ def run_code(code, names=None):
     return printed.getvalue()
 
 
-def small(module, rank):
-    """A setup for train_forked(): a small model, without random crops and flips."""
-    use_small_model(module, rank)
-    module.augment = module.shift_and_flip = lambda images: images.float()
-
-
 def results(text):
-    """Return the results of each epoch that a run has printed: dicts of numbers by name."""
-    return [{name: float(number) for name, number in re.findall(r"(\w+) (-?[\d.]+)(?=  )", line)}
-            for line in re.findall(r"^epoch \d+/\d+  (?!step).*", text, re.MULTILINE)]
+    """Return the results of each epoch that a run has printed: dicts of texts by name."""
+    lines = re.findall(r"^epoch \d+/\d+  (?!step)(.*)", text, re.MULTILINE)
+    return [dict(result.rsplit(" ", 1) for result in line.split("  ")) for line in lines]
 
 
-def assert_resumes(copy, *flags, steps, setup=lambda module, rank: None):
-    """On two processes, killed after so many steps. Return the results of the undisturbed run."""
+def assert_resumes(*flags, steps, setup=lambda module, rank: None):
+    """my.py resumes exactly, killed after so many steps on two processes. Return its results."""
     def killed(module, rank):
         setup(module, rank)
         kill_after(steps)
 
-    flags = (*flags, "--epochs", 3, "--checkpoint")
-    whole = train_to_end(copy, *flags, "whole.pt", setup=setup, nproc=2)
-    train_and_kill(copy, *flags, "stopped.pt", setup=killed, nproc=2)
-    train_to_end(copy, *flags, "stopped.pt", setup=setup, nproc=2)
-    assert_equal(Path("stopped.pt"), Path("whole.pt"))
+    whole = train_to_end("my.py", *flags, "--checkpoint", "my.pt", setup=setup, nproc=2)
+    train_and_kill("my.py", *flags, "--checkpoint", "killed.pt", setup=killed, nproc=2)
+    train_to_end("my.py", *flags, "--checkpoint", "killed.pt", setup=setup, nproc=2)
+    assert_equal(Path("killed.pt"), Path("my.pt"))
     return results(whole.text)
 
 
@@ -134,58 +114,42 @@ def test_files_with_a_random_transform_resume_exactly_and_their_weights_classify
         for number in range(samples):
             inputs = torch.randn(20)
             torch.save((inputs, inputs[:3].argmax().item()), f"{name}/{number}.pt")
-    make_copy("synthetic_ddp", "my.py", *edits(MAKE_IT_YOURS, "synthetic_ddp", "files"))
-    assert_resumes("my.py", "--global-batch", 16, "--workers", 1, steps=6)
-    shutil.copy("whole.pt.best", "my.pt.best")
-    ((_, use),) = edits(MAKE_IT_YOURS, "synthetic_ddp", "use")
-    classes = re.findall(r"\d+", run_code(use))
+    copy_with("synthetic_ddp", "files")
+    assert_resumes(*SMALL, "--workers", 1, steps=6)
+    classes = re.findall(r"\d+", printed_by(CODE["use"][1]))
     assert len(classes) == 13, f"the page's code prints the classes of 13 samples, not {classes}"
-
-
-def assert_learned_and_classified(*flags):
-    """Train my.py on two processes. By the page's code, its weights are as good as in the run."""
-    text = train_to_end("my.py", "--epochs", 3, "--global-batch", 16, "--checkpoint", "my.pt",
-                        *flags, nproc=2).text
-    best = max(line["val_accuracy"] for line in results(text))
-    assert best > 0.8, f"the copy does not learn its data:\n{text}"
-    ((_, use),) = edits(MAKE_IT_YOURS, "fashionmnist_ddp", "use")
-    use = re.sub("^inputs = .*", "inputs = val_set[0]", use, flags=re.MULTILINE)
-    accuracy = "print((model(inputs).argmax(1) == val_set[1]).double().mean().item())"
-    found = float(run_code(f"{use}\n{accuracy}").split()[-1])
-    assert found == pytest.approx(best, abs=1e-4), f"by the page's code {found}, in the run {best}"
+    copy_with("synthetic_ddp", "files", "split")
+    train_set, val_set = load_script("my.py").load_data(None)
+    assert sorted([*train_set.indices, *val_set.indices]) == [*range(64)] and len(val_set) == 6, (
+        f"of 64 samples, 6 others must validate, not {sorted(val_set.indices)}")
+    assert (train_set.dataset.noise, val_set.dataset.noise) == (0.1, 0.0), "transforms are swapped"
 
 
 def test_tensors_are_learned_and_their_weights_classify_as_in_the_run():
     for name, count in (("train.pt", 512), ("val.pt", 200)):
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
         torch.save((inputs, inputs[:, :3].argmax(1)), name)
-    make_copy("fashionmnist_ddp", "my.py", *edits(MAKE_IT_YOURS, "fashionmnist_ddp", "tensors"))
-    assert_learned_and_classified("--lr", 0.02)
-
-
-def test_a_part_of_the_training_data_validates():
-    make_copy("synthetic_ddp", "my.py", *edits(MAKE_IT_YOURS, "synthetic_ddp", "split"))
-    args = load_script("my.py").parse_args(["--samples", "100"])
-    train_set, val_set = load_script("my.py").load_data(args)
-    indices = [*train_set.indices, *val_set.indices]
-    assert sorted(indices) == list(range(100)) and len(val_set) == 10, (
-        f"of 100 samples, 10 others must validate, not {sorted(val_set.indices)}")
+    copy_with("fashionmnist_ddp", "tensors")
+    text = train_to_end("my.py", *SMALL, "--lr", 0.02, "--checkpoint", "my.pt", nproc=2).text
+    best = max(float(epoch["val_accuracy"]) for epoch in results(text))
+    assert best > 0.8, f"the copy does not learn its data:\n{text}"
+    use = re.sub("^inputs = .*", "inputs = val_set[0]", CODE["use"][1], flags=re.MULTILINE)
+    accuracy = "print((model(inputs).argmax(1) == val_set[1]).double().mean().item())"
+    found = float(printed_by(f"{use}\n{accuracy}").split()[-1])
+    assert found == pytest.approx(best, abs=1e-4), f"by the page's code {found}, in the run {best}"
 
 
 @all_scripts
 def test_a_run_starts_from_the_best_weights_of_another(script):
-    place, definition = {
-        "synthetic_ddp": ("return nn.Sequential(nn.Linear(10, 5)",
-                          "model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))\n"),
-        "fashionmnist_ddp": ("return CNN().to(", "model = CNN()\n"),
-        "cifar10_ddp": ("return model.to(memory_format", ""),
-    }[script]
-    ((_, code),) = edits(MAKE_IT_YOURS, script, "start from")
-    make_copy(script, "my.py", (f'instead of "{place}"', f"{definition}{code}return model"))
+    """By the commented line in build_model()."""
+    text = script_path(script).read_text()
+    line = '# model.load_state_dict(torch.load("FILE.best", map_location="cpu"))'
+    assert text.count(line) == 1, f"{script} has no line {line}"
+    Path("my.py").write_text(text.replace(line, line.removeprefix("# ")))
     args = load_script(script).parse_args([])
     args.classes = list("0123456789")
     best = load_script(script).build_model(args).state_dict()
-    torch.save(best, "my.pt.best")
+    torch.save(best, "FILE.best")
     assert_equal(dict(load_script("my.py").build_model(args).state_dict()), dict(best), "the model")
 
 
@@ -193,15 +157,14 @@ def test_a_run_starts_from_the_best_weights_of_another(script):
 @pytest.mark.parametrize("script", ["cifar10_ddp", "fashionmnist_ddp"])
 def test_a_loss_with_class_weights_is_a_mean_over_the_samples(script):
     """That of a batch is the mean of its shares', although these have other classes."""
-    weights, loss = edits(MAKE_IT_YOURS, script, "class weights")
-    labels = 'y = fake_images(args.fake_data, (1, 1, 1), args.seed)[0][1]'
-    make_copy(script, "my.py", weights, ('before "weights = len(y)"', labels), loss)
+    labels = ('before "weights = len(y)"', "y = torch.arange(93) % 10")
+    data = ("", "def load_data(args):\n    return fake_images(93, (3, 32, 32), args.seed)\n")
+    copy_with(script, data, "class weights", labels, "weighted loss")
     module = load_script("my.py")
-    module.augment = module.shift_and_flip = lambda images: images.float()
-    args = module.parse_args(["--fake-data", "93"])  # of class 9, 9 images; of class 0, 10
+    args = module.parse_args([])
     module.load_data(args)
     assert args.class_weights == pytest.approx([0.93] * 3 + [93 / 90] * 7), args.class_weights
-    images, labels = torch.randint(256, (93, 3, 32, 32)), torch.arange(93) // 10  # sorted
+    images, labels = torch.rand(93, 3, 32, 32), torch.arange(93) // 10  # sorted
     model = FewPixels()
     whole, first, second = (
         module.loss_and_counts(args, model, images[share], labels[share])[0].item()
@@ -210,20 +173,56 @@ def test_a_loss_with_class_weights_is_a_mean_over_the_samples(script):
         f"{script}: the loss of 93 samples is {whole}, of 33 and 60 of them {first} and {second}")
 
 
+def test_f1_is_the_mean_over_the_classes():
+    copy_with("cifar10_ddp", "F1 counts", "F1")
+    counts = torch.tensor([[4.0, 6.0, 0.0], [5.0, 5.0, 0.0], [3.0, 4.0, 0.0]])
+    expected = (2 * 3 / 9 + 2 * 4 / 11) / 2  # of the two classes that occur
+    found = float(load_script("my.py").metrics(counts, 10)["F1"])
+    assert found == pytest.approx(expected), f"F1 must be {expected}, not {found}"
+
+
+AUC_DATA = """
+def load_data(args):
+    x = torch.randn(100, 10)
+    y = (x[:, 0] + torch.randn(100) > 0).long()
+    y[:2] = torch.tensor([0, 1])
+    samples = 2 if args.bf16 else 40
+    return TensorDataset(x[40:], y[40:]), TensorDataset(x[:samples], y[:samples])
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--bf16"]])
+def test_auc_is_that_of_the_samples_of_all_processes(flags):
+    """With --bf16, one of three processes has no validation samples."""
+    copy_with("synthetic_ddp", "AUC", ("", AUC_DATA))
+    one, three = (results(train_to_end("my.py", "--global-batch", 12, "--epochs", 2, *flags,
+                                       nproc=nproc).text) for nproc in (1, 3))
+    assert [epoch["val_AUC"] for epoch in one] == [epoch["val_AUC"] for epoch in three], (
+        f"on one process {one}, on three {three}")
+
+
+def test_auc_is_the_share_of_pairs_in_the_right_order():
+    copy_with("synthetic_ddp", "AUC")
+    outputs, labels = torch.randint(5, (40,)).float(), torch.arange(40) % 3 % 2
+    ones, zeros = outputs[labels == 1].unsqueeze(1), outputs[labels == 0]
+    expected = ((ones > zeros).double() + (ones == zeros) / 2).mean().item()
+    found = load_script("my.py").auc(outputs, labels)
+    assert found == pytest.approx(expected), f"the AUC is {expected}, by the page's code {found}"
+
+
 def language_model():
-    """Return the page's place and code, with one layer and without dropout."""
-    ((place, code),) = edits(MAKE_IT_YOURS, "synthetic_ddp", "language model")
-    assert "dropout=0.1" in code and "layers=4" in code, "the page's model is another one"
-    return place, code.replace("dropout=0.1", "dropout=0.0").replace("layers=4", "layers=1")
+    """Return the page's code with one layer and without dropout, as an edit."""
+    code = CODE["language model"][1].replace("dropout=0.1", "dropout=0.0")
+    assert "layers=4" in code and "dropout=0.0" in code, "the page's model is another one"
+    return "", code.replace("layers=4", "layers=1")
 
 
 def test_a_language_model_learns_its_text():
-    text = "".join(chr(97 + number * number % 7) for number in range(6000))
-    Path("input.txt").write_text(text)
-    make_copy("synthetic_ddp", "my.py", language_model())
-    printed = results(train_to_end("my.py", "--global-batch", 8, "--workers", 0, "--lr", 0.01,
-                                   "--epochs", 3, nproc=2).text)
-    assert printed[-1]["val_accuracy"] > 0.7, f"the model does not learn its text: {printed}"
+    Path("input.txt").write_text("".join(chr(97 + n * n % 7) for n in range(6000)))
+    copy_with("synthetic_ddp", language_model())
+    printed = results(train_to_end("my.py", "--global-batch", 8, "--lr", 0.01, "--epochs", 3,
+                                   nproc=2).text)
+    assert float(printed[-1]["val_accuracy"]) > 0.7, f"the text is not learned: {printed}"
 
 
 TOKENS = """
@@ -237,35 +236,31 @@ def load_data(args):
 def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
     """Two processes end as one process with the usual loss, which ignores -100, too."""
     Path("input.txt").write_text("abcde")
-    place, usual = language_model()
-    ((_, loss),) = edits(MAKE_IT_YOURS, "synthetic_ddp", "tokens")
-    tokens = re.sub("( +)loss = F.cross_entropy.*", lambda line: textwrap.indent(loss, line[1]),
-                    usual)
-    make_copy("synthetic_ddp", "usual.py", (place, usual), ("", TOKENS))
-    make_copy("synthetic_ddp", "my.py", (place, tokens), ("", TOKENS))
-    flags = ("--epochs", 2, "--global-batch", 16, "--workers", 0, "--checkpoint")
-    train_to_end("usual.py", *flags, "usual.pt")
-    train_to_end("my.py", *flags, "my.pt", nproc=2)
-    expected, found = (load_checkpoint(path)["model"] for path in ("usual.pt", "my.pt"))
-    for name, weight in expected.items():
-        assert torch.allclose(weight, found[name], atol=1e-3), (
-            f"{name} must be {weight}, but by the page's code, it is {found[name]}")
-
-
-def test_f1_is_the_mean_over_the_classes():
-    make_copy("cifar10_ddp", "my.py", *edits(MAKE_IT_YOURS, "cifar10_ddp", "F1"))
-    counts = torch.tensor([[4.0, 6.0, 0.0], [5.0, 5.0, 0.0], [3.0, 4.0, 0.0]])
-    expected = (2 * 3 / 9 + 2 * 4 / 11) / 2  # of the two classes that occur
-    found = float(load_script("my.py").metrics(counts, 10)["F1"])
-    assert found == pytest.approx(expected), f"F1 must be {expected}, not {found}"
+    states = []
+    for nproc, code in ((1, "loss = F.cross_entropy(logits, labels.flatten())"),
+                        (2, CODE["tokens"][1])):
+        copy_with("synthetic_ddp", language_model(), ("", TOKENS))
+        make_copy("my.py", "my.py", (CODE["tokens"][0], code))
+        train_to_end("my.py", "--epochs", 2, "--global-batch", 16, "--checkpoint", f"{nproc}.pt",
+                     nproc=nproc)
+        states.append(load_checkpoint(f"{nproc}.pt")["model"])
+    for name, weight in states[0].items():
+        assert torch.allclose(weight, states[1][name], atol=1e-3), (
+            f"{name} must be {weight}, but by the page's code, it is {states[1][name]}")
 
 
 # ---- make-it-yours: the loop ----
+def small(module, rank):
+    """A setup for train_forked(): a small model, without random crops and flips."""
+    use_small_model(module, rank)
+    module.augment = lambda args, *batch: batch
+
+
 @all_scripts
 def test_blocks_of_the_loop_resume_exactly_together(script):
-    make_copy(script, "my.py", *edits(MAKE_IT_YOURS, script, "clip", "average", "F1"))
-    printed = assert_resumes("my.py", *FLAGS[script], steps=13, setup=small)
-    assert len(printed) == 3 and all(0 < line["val_F1"] <= 1 for line in printed), (
+    copy_with(script, "clip", "average", "F1 counts", "F1")
+    printed = assert_resumes(*FLAGS[script], steps=13, setup=small)
+    assert len(printed) == 3 and all(0 < float(epoch["val_F1"]) <= 1 for epoch in printed), (
         f"F1 in the log of three epochs: {printed}")
 
 
@@ -273,10 +268,11 @@ class Writer:
     """Stands in for SummaryWriter: the package tensorboard is no requirement of the tests."""
 
     def __init__(self, folder):
-        self.path = Path(folder)
+        self.path = Path(f"{Path(folder).name}.txt")
+        self.path.touch(exist_ok=False)
 
     def add_scalar(self, name, value, epoch):
-        with open(f"{self.path.name}.txt", "a") as file:
+        with open(self.path, "a") as file:
             file.write(f"{name} {epoch} {value:.4f}\n")
 
     def flush(self):
@@ -293,22 +289,23 @@ def test_blocks_of_the_loop_clip_average_and_report(script, monkeypatch):
         def see_gradients(*_):
             norms.append(flat(weight.grad for weight in models[0].parameters()).norm().item())
 
-        models, norms, weights = [], [], []
-        use_small_model(module)
+        models, norms, weights, logged = [], [], [], []
+        small(module, rank)
         sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=Writer)
         watch(module, "resume", lambda checkpoint, run, saved, _: models.append(saved["model"]))
+        watch(module, "log_results", lambda args, epoch, results: logged.extend(
+            f"{name} {epoch} {value:.4f}" for name, value in results.items()))
         register_optimizer_step_pre_hook(see_gradients)
         at_step(lambda _: weights.append(flat(models[0].parameters())))
-        return norms, weights
+        return norms, weights, logged
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = ["compile"] if script == "synthetic_ddp" else []
-    ((place, clip),) = edits(MAKE_IT_YOURS, script, "clip")
-    make_copy(script, "my.py", (place, clip.replace("1.0", "0.01")), *edits(
-        MAKE_IT_YOURS, script, "average", *compiled, "TensorBoard", "profile"))
-    end = train_to_end("my.py", *FLAGS[script], "--epochs", 3, "--checkpoint", "my.pt", nproc=2,
-                       setup=setup)
-    printed, (norms, weights) = results(end.text), end.results[0]
+    clip, steps = ((place, code.replace("1.0", "0.01").replace("100", "10"))
+                   for place, code in (CODE["clip"], CODE["steps"]))
+    copy_with(script, clip, steps, "average", *compiled, "TensorBoard", "profile")
+    norms, weights, logged = train_to_end("my.py", *FLAGS[script], "--checkpoint", "my.pt",
+                                          nproc=2, setup=setup).results[0]
     assert norms == pytest.approx(len(norms) * [0.01], rel=0.01), (
         f"clipped to 0.01, the gradients that are used have the norms {norms}")
     average = weights[0]
@@ -318,13 +315,14 @@ def test_blocks_of_the_loop_clip_average_and_report(script, monkeypatch):
     del found["n_averaged"]
     names = [name.removeprefix("module.") for name in found]
     assert list(load_checkpoint("my.pt.best")) == names, f"the average has other names: {names}"
-    found = flat(found.values())
-    error = ((found - average).norm() / (weights[-1] - average).norm()).item()
+    error = ((flat(found.values()) - average).norm() / (weights[-1] - average).norm()).item()
     assert error < 0.01, f"the saved average is another one, by {error:.3g} of what it averages"
-    expected = [f"{name} {epoch} {value:.4f}" for epoch, line in enumerate(printed)
-                for name, value in line.items()]
-    found = Path("my.txt").read_text().splitlines()
-    assert found == expected, f"TensorBoard gets {found}, not {expected}"
+    text = Path("my.txt").read_text()
+    found = [line for line in text.splitlines() if "rank 0" not in line]
+    assert len(logged) > 15 and found == logged, f"TensorBoard gets {found}, not {logged}"
+    expected = [str(step) for step in range(10, len(norms) + 1, 10)]
+    found = re.findall(r"^loss of rank 0 (\d+) ", text, re.MULTILINE)
+    assert found == expected, f"TensorBoard gets a loss in the steps {found}, not {expected}"
     steps = set(re.findall(r"ProfilerStep#(\d+)", Path("trace.json").read_text()))
     assert steps == {str(step) for step in range(7, 17)}, f"the profile has the steps {steps}"
 
@@ -332,22 +330,18 @@ def test_blocks_of_the_loop_clip_average_and_report(script, monkeypatch):
 # ---- cifar10_ddp ----
 def test_an_own_data_set_has_the_samples_of_the_folder_of_its_images():
     write_images(Path("DIR"), train=12, val=6)
-    for folder, file in (("DIR/train", "train.csv"), ("DIR/val", "val.csv")):
-        paths = sorted(Path(folder).glob("*/*"))
-        Path(file).write_text("".join(f"{path},{path.parent.name}\n" for path in paths))
-    make_copy("cifar10_ddp", "my.py", *edits(CIFAR10, "cifar10_ddp", "own data set"),
-              ('instead of "if not args.image_folder:  # load_data()"', "pass"))
-    model, found = FewPixels(), []
+    for folder in ("train", "val"):
+        paths = sorted(Path("DIR", folder).glob("*/*"))
+        Path(f"{folder}.csv").write_text("".join(f"{path},{path.parent.name}\n" for path in paths))
+    copy_with("cifar10_ddp", "own images")
+    found = []
     for script, *flags in (("my.py",), ("cifar10_ddp", "--image-folder", "DIR")):
         module = load_script(script)
         args = module.parse_args([*flags, "--image-size", "48"])
         sets = module.load_data(args)
         torch.manual_seed(0)
-        samples = [[data[index] for index in range(len(data))] for data in sets]
-        images, labels = zip(*samples[0])
-        loss, _ = module.loss_and_counts(args, model, torch.stack(images), torch.tensor(labels))
-        found.append([[list(sample) for sample in samples[0] + samples[1]], loss])
-    assert_equal(*found, "[samples, loss]")
+        found.append([[list(data[index]) for index in range(len(data))] for data in sets])
+    assert_equal(*found, "[training samples, validation samples]")
 
 
 def test_the_weights_of_images_are_used_as_in_an_evaluation():
@@ -357,12 +351,17 @@ def test_the_weights_of_images_are_used_as_in_an_evaluation():
     folder = ("--image-folder", "DIR", *model)
     train_to_end("cifar10_ddp", *folder, "--global-batch", 6, "--epochs", 1, "--workers", 0,
                  "--checkpoint", "images.pt")
-    ((_, code),) = edits(CIFAR10, "cifar10_ddp", "use")
-    old = '"--model", "resnet50", "--image-size", "224"'
+    code, old = CODE["use images"][1], '"--model", "resnet50", "--image-size", "224"'
     assert old in code, f"the page's code has no {old}"
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
-    names = {}
-    printed = run_code(code.replace(old, repr(list(model))[1:-1]), names).strip()
+    names, logits = {}, []
+
+    def see_logits(module, inputs, output):
+        if module is names.get("model"):
+            logits.append(output)
+
+    with torch.nn.modules.module.register_module_forward_hook(see_logits):
+        printed = printed_by(code.replace(old, repr(list(model))[1:-1]), names).strip()
     module = load_script("cifar10_ddp")
     args = module.parse_args(folder)
     _, val_set = module.load_data(args)
@@ -370,7 +369,7 @@ def test_the_weights_of_images_are_used_as_in_an_evaluation():
                 if path == "DIR/val/dog/1.jpg"]
     model = module.build_model(args)
     model.load_state_dict(torch.load("images.pt.best"))
-    expected = model.eval()(module.normalize(args, image.unsqueeze(0)))
-    found = names["model"](names["normalize"](names["args"], names["image"]))
-    assert_equal(found, expected, "logits")
+    images, _ = module.scale(image.unsqueeze(0), None)
+    expected = model.eval()(module.resize(args, images))
+    assert_equal(logits[-1], expected, "logits")
     assert printed == args.classes[expected.argmax()], f"the page's code prints {printed!r}"

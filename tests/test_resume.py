@@ -18,364 +18,319 @@ import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from checkpoints import assert_equal, difference, load_checkpoint, progress
 from copies import make_copy
-from forked import (End, at_step, kill_after, kill_at_call, train_and_kill, train_forked,
-                    train_to_end, watch)
+from harness import (BEST, EPOCHS, SCRIPTS, STEPS, flags_of, kill_at, load_script, own_flags, run,
+                     run_to_end, text_of, unequal)
 from launchers import start, wait_until_gone
-from recorder import FewPixels, change_sets, first_samples, use_small_model, with_numbers
-from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, STEP_SCRIPTS, load_script, script_path
+from scripts import SCRIPTS as TABLE
 
-# Above train(): a small model of images
-SMALL = """
-def build_model(args):
-    return nn.Sequential(nn.AdaptiveAvgPool3d((1, 4, 4)), nn.Flatten(), nn.Linear(16, 10))
-"""
-# Dropout, in evaluations, too, BatchNorm, and, for a Dataset, a random transform (of images in
-# memory, fashionmnist_ddp has its own). Then a copy draws random numbers wherever it can.
-RANDOM = """
-from torch.utils.data import Dataset as AnyDataset
-
-plain_model, plain_data = build_model, load_data
+scripts = pytest.mark.parametrize("script", SCRIPTS)
+scripts_with_best = pytest.mark.parametrize("script", BEST)
+CIFAR = "cifar10_ddp"  # whose state is the step: it can stop, and save, after any one
+LOADER = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1)}
 
 
-class AlwaysDropout(nn.Module):
-    def forward(self, inputs):
-        return F.dropout(inputs, 0.2)
+def noisy(script, path, *more):
+    """Return flags of a run that draws random numbers wherever it can, in loader processes, too."""
+    return (*flags_of(script), *LOADER.get(script, ()), "--checkpoint", path, *more)
 
 
-def build_model(args):
-    model = plain_model(args)
-    outputs = list(model.parameters())[-1].numel()
-    return nn.Sequential(model, nn.BatchNorm1d(outputs), AlwaysDropout(),
-                         nn.Linear(outputs, outputs))
+def kill(script, *flags, at, nproc=2, problem="noisy"):
+    """Train until rank 0 is killed by at(module)."""
+    ranks = run(script, *flags, nproc=nproc, problem=problem,
+                change=lambda module, rank, seen: rank == 0 and at(module))
+    assert ranks[0].code == -signal.SIGKILL, f"{script} was not killed:\n{text_of(ranks)}"
 
 
-class Noisy(AnyDataset):
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        inputs, label = self.data[index]
-        return inputs + (3 * torch.rand(1)).to(inputs.dtype), label
-
-
-def load_data(args):
-    return [Noisy(data) if isinstance(data, AnyDataset) else data for data in plain_data(args)]
-"""
-
-
-def random_copy(script, path, *edits):
-    """Write a copy of a script with a small model that draws random numbers to path."""
-    small = SMALL if "fake_images" in script_path(script).read_text() else ""
-    return make_copy(script, path, (None, small + RANDOM), *edits)
-
-
-def flags_of(script, path, *more):
-    """Return flags for 3 epochs of 6 steps. Without more, a process has a loader process."""
-    details = SCRIPTS[script]
-    return [details.data_flag, 96 if script == "synthetic_ddp" else 72, "--epochs", 3,
-            "--global-batch", 12, *(["--workers", 1] if details.no_children else []),
-            "--checkpoint", path, *more]
-
-
-def short_flags_of(script, path, *more):
-    """Return the same flags without loader processes."""
-    return flags_of(script, path, *SCRIPTS[script].no_children, *more)
-
-
-class Runs(NamedTuple):
-    """Two runs of a copy that draws random numbers."""
-    copy: Path
-    whole: Path  # FILE of an undisturbed run
-    stopped: Path  # FILE of a run that was killed after step 8
-    resumed: Path  # FILE of this run at its end
-    end: End  # of the resumed run: for each rank, after each step, how many tensors of FILE it has
+def in_a_step(module):
+    kill_at(torch.optim.Optimizer, "zero_grad", 2 + 2 * STEPS)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A function of a script and a number of processes, which returns Runs."""
-    def count_tensors(module, rank):
-        tensors, counts = [], []
-        watch(module, "resume", lambda checkpoint, *_: tensors.extend(
-            weakref.ref(tensor) for tensor in checkpoint["model"].values()))
-        at_step(lambda _: counts.append(sum(tensor() is not None for tensor in tensors)))
-        return counts
-
+def whole(tmp_path_factory):
+    """A function of a script and a number of processes: FILE of an undisturbed run."""
     @functools.cache
-    def run(script, nproc=2):
-        folder = tmp_path_factory.mktemp("runs")
-        whole, stopped, resumed = (folder / name for name in ("whole.pt", "stopped.pt", "run.pt"))
-        copy = random_copy(script, folder / "train.py")
-        train_to_end(copy, *flags_of(script, whole), nproc=nproc)
-        train_and_kill(copy, *flags_of(script, stopped), nproc=nproc,
-                       setup=lambda module, rank: rank == 0 and kill_after(8))
-        for file in folder.glob("stopped.pt*"):
-            shutil.copy(file, folder / file.name.replace("stopped", "run"))
-        end = train_to_end(copy, *flags_of(script, resumed), nproc=nproc, setup=count_tensors)
-        return Runs(copy, whole, stopped, resumed, end)
+    def train(script, nproc=2):
+        path = tmp_path_factory.mktemp("whole") / "run.pt"
+        ranks = run_to_end(script, *noisy(script, path), nproc=nproc, problem="noisy")
+        path.with_suffix(".log").write_text(ranks[0].text)
+        return path
 
-    return run
+    return train
 
 
-def assert_same_end(path, whole, what):
-    """Fail unless both files of a run are those of the undisturbed one."""
-    assert_equal(path, whole, f"{what}, and resumed: FILE")
-    best, expected = (Path(f"{file}.best") for file in (path, whole))
-    assert best.exists() == expected.exists(), f"{what}: is there FILE.best? {best.exists()}"
-    if best.exists():
-        assert_equal(best, expected, f"{what}, and resumed: FILE.best")
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A function of a script, which returns FILE of a run on two processes, killed in a step."""
+    @functools.cache
+    def train(script):
+        path = tmp_path_factory.mktemp("stopped") / "run.pt"
+        kill(script, *noisy(script, path), at=in_a_step)
+        return path
+
+    return train
+
+
+def copy_files(path, folder):
+    """Copy FILE, and FILE.best, to a folder. Return the path of FILE there."""
+    for file in path.parent.glob("run.pt*"):
+        shutil.copy(file, folder)
+    return folder / "run.pt"
+
+
+def assert_same_files(path, expected, what):
+    """Fail unless FILE and FILE.best are equal to those of another run."""
+    for found, other in ((path, expected), (Path(f"{path}.best"), Path(f"{expected}.best"))):
+        assert found.exists() == other.exists(), f"{what}: is there {found.name}? {found.exists()}"
+        different = unequal(found, other) if found.exists() else []
+        assert not different, f"{what}, and resumed: {found.name} is not that of a whole run, in " + (
+            f"{len(different)} places: {different[0]}")
 
 
 # ---- killed at any place ----
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_killed_in_a_step_and_resumed_exactly(script, nproc, runs):
-    """With dropout, BatchNorm and random transforms, in loader processes."""
-    found = runs(script, nproc)
-    assert "resumed after" in found.end.text, f"{script}, killed, starts over\n{found.end.text}"
-    assert_same_end(found.resumed, found.whole, f"{script} is killed in a step")
-
-
-PLACES = {  # what kills rank 0
-    "before the first save": lambda module: kill_at_call(module, "save", 1),
-    "in a save": lambda module: kill_at_call(os, "fsync", 3),
+PLACES = {
+    "in the first write": lambda module: kill_at(os, "fsync", 1),
+    "in a rename": lambda module: kill_at(os, "replace", 3),
+    "in an evaluation": lambda module: kill_at(module, "evaluate", 2),
+    "in a step": in_a_step,
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_killed_beside_a_save_and_resumed_exactly(script, place, runs, tmp_path):
-    """On two processes. What was written of the new file is left, and does not disturb."""
-    flags = flags_of(script, tmp_path / "run.pt")
-    train_and_kill(runs(script).copy, *flags, nproc=2,
-                   setup=lambda module, rank: rank == 0 and PLACES[place](module))
-    train_to_end(runs(script).copy, *flags, nproc=2)
-    assert_same_end(tmp_path / "run.pt", runs(script).whole, f"{script} is killed {place}")
+@pytest.mark.parametrize("script, place", [
+    (script, place) for script in SCRIPTS for place in PLACES
+    if script in BEST or "evaluation" not in place])
+def test_killed_and_resumed_bit_for_bit(script, place, whole, tmp_path):
+    """With dropout, BatchNorm and random transforms. What was written half does not disturb.
+
+    In a step, on one process: on two, see the test of flags that may change.
+    """
+    path, nproc = tmp_path / "run.pt", 1 + (place != "in a step")
+    what = f"{script} on {nproc} processes, killed {place}"
+    kill(script, *noisy(script, path), at=PLACES[place], nproc=nproc)
+    if (script, place) == (CIFAR, "in an evaluation"):
+        step = torch.load(path)["progress"]["step"]
+        assert step == 2 * STEPS, f"{what} of epoch 2, has saved step {step}: training is lost"
+    ranks = run_to_end(script, *noisy(script, path), nproc=nproc, problem="noisy")
+    resumed = "resumed after" in ranks[0].text
+    assert resumed == (place != "in the first write"), f"{what}: {ranks[0].text}"
+    assert_same_files(path, whole(script, nproc), what)
+    texts = (ranks[0].text, whole(script, nproc).with_suffix(".log").read_text())
+    found, expected = (re.findall(r"\bval_loss \S+", text)[-1:] for text in texts)
+    assert found == expected, f"{what}: the last result is {found}, not {expected}"
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
+@scripts
+def test_killed_in_a_step_and_resumed_with_other_flags_that_may_change(script, whole, stopped,
+                                                                       tmp_path):
+    """Those of rank 0 alone need the file. A new flag, whose default is None, may be missing."""
+    def change(module, rank, seen):
+        def parse_args():
+            args = plain()
+            args.new = None
+            return args
+
+        plain, module.parse_args = module.parse_args, parse_args
+        if rank == 1:
+            sys.argv += ["--checkpoint", str(tmp_path / "not-here.pt")]
+
+    more = {"timeout": 77, "save_every": 1, "log_every": 1, "data_dir": "elsewhere"}
+    if script == CIFAR:
+        more["workers"] = 2
+    changed = [word for name, value in more.items()
+               if name in vars(load_script(script).parse_args([]))
+               for word in (f"--{name.replace('_', '-')}", value)]
+    path = copy_files(stopped(script), tmp_path)
+    ranks = run_to_end(script, *noisy(script, path), *changed, problem="noisy", change=change)
+    assert "resumed after" in ranks[0].text, f"{script} starts over\n{ranks[0].text}"
+    found = torch.load(path)
+    del found["run"]["new"]
+    torch.save(found, path)
+    assert_same_files(path, whole(script), f"{script} is killed in a step, {changed}")
+
+
+@pytest.mark.parametrize("script, folder", [*[(script, "") for script in SCRIPTS],
+                                            (CIFAR, "folder")])
+def test_its_own_data_and_model_resume_bit_for_bit(script, folder, tmp_path):
+    flags = own_flags(script, folder and tmp_path / folder)
+    path, other = tmp_path / "run.pt", tmp_path / "whole.pt"
+    run_to_end(script, *flags, "--checkpoint", other, problem="own")
+    kill(script, *flags, "--checkpoint", path, problem="own",
+         at=lambda module: kill_at(torch.optim.Optimizer, "zero_grad", STEPS + 2))
+    run_to_end(script, *flags, "--checkpoint", path, problem="own")
+    assert_same_files(path, other, f"{script} with its own data, killed in a step")
+
+
+@scripts
 def test_resumed_on_other_numbers_of_processes(script, tmp_path):
     """Killed on 3, resumed on 2. Weights differ by the order of summation alone."""
-    def setup(module, rank):
-        """Samples that flips and crops do not change. Adam turns rounding into large steps."""
-        torch.optim.Adam = lambda parameters, **_: torch.optim.SGD(parameters, lr=0.01)
-        change_sets(module, with_numbers)
-        use_small_model(module)
-
-    def setup_and_kill(module, rank):
-        setup(module, rank)
-        if rank == 0:
-            kill_after(8)
-
-    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
-    train_to_end(script, *short_flags_of(script, whole), setup=setup)
-    train_and_kill(script, *short_flags_of(script, path), nproc=3, setup=setup_and_kill)
-    train_to_end(script, *short_flags_of(script, path), nproc=2, setup=setup)
-    assert progress(path) == progress(whole), f"{script}: the resumed run has other steps"
-    found = difference(path, whole)
-    assert found < 1e-5, f"{script} on 3, then 2 processes: weights differ by {found:.1e}"
+    one, path = tmp_path / "one.pt", tmp_path / "run.pt"
+    flags = (*flags_of(script), "--checkpoint")
+    run_to_end(script, *flags, one, nproc=1)
+    kill(script, *flags, path, at=in_a_step, nproc=3, problem="plain")
+    run_to_end(script, *flags, path, nproc=2)
+    one, path = torch.load(one), torch.load(path)
+    progress = [value for name, value in path["progress"].items() if name != "best_score"]
+    expected = [value for name, value in one["progress"].items() if name != "best_score"]
+    assert progress == expected, f"{script}: the resumed run ends after {progress}"
+    error = max((one["model"][name] - path["model"][name]).abs().max() for name in one["model"])
+    assert error < 1e-5, f"{script} on 3, then 2 processes: weights differ by {error:.1e}"
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_finished_run_trains_no_more(script, runs, tmp_path):
-    for file in runs(script).whole.parent.glob("whole.pt*"):
-        shutil.copy(file, tmp_path)
-
-    def count(module, rank):
-        steps = []
-        at_step(steps.append)
-        return steps
-
-    end = train_to_end(runs(script).copy, *flags_of(script, tmp_path / "whole.pt"), nproc=2,
-                       setup=count)
-    assert end.results == [[], []], f"{script}, started again after its end, trains\n{end.text}"
-    assert_same_end(tmp_path / "whole.pt", runs(script).whole, f"{script} is started after its end")
+@scripts
+def test_a_finished_run_trains_no_more(script, whole, tmp_path):
+    path = copy_files(whole(script, 1), tmp_path)
+    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1)
+    steps = [event for event in rank.seen if event[0] == "step"]
+    assert not steps, f"{script}, started again after its end, trains\n{rank.text}"
+    assert_same_files(path, whole(script, 1), f"{script} is started after its end")
 
 
 # ---- a run whose state is the step ----
+def signal_at(step, signum, sender=0):
+    """Return a change by which a rank gets a signal in a step."""
+    def change(module, rank, seen):
+        if rank == sender:
+            kill_at(torch.optim.Optimizer, "zero_grad", step, signum)
+
+    return change
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_a_signal_to_one_process_stops_all_after_the_same_step(script, name, runs, tmp_path):
+def test_a_signal_to_one_process_stops_all_after_the_same_step(name, whole, tmp_path):
     """They save, wait until rank 0 has saved (a second longer here), and end with status 1."""
-    def setup(module, rank):
-        steps = []
-        at_step(steps.append)
-        os.fsync = lambda descriptor: time.sleep(1)
-        watch(sys, "exit", lambda *_: path.exists() or print("it is too early to exit"))
-        if rank == 1:
-            kill_after(2, signal.Signals[name])
-        return steps
+    def change(module, rank, seen):
+        def save(*arguments):
+            time.sleep(1)
+            plain_save(*arguments)
+
+        def leave(status):
+            saved = path.exists()
+            print("saved" if saved else "it is too early to exit")
+            plain_exit(status)
+
+        plain_save, module.save = module.save, save
+        plain_exit, sys.exit = sys.exit, leave
+        signal_at(2, signal.Signals[name], sender=1)(module, rank, seen)
 
     path = tmp_path / "run.pt"
-    copy, whole, *_ = runs(script)
-    end = train_forked(copy, *flags_of(script, path), nproc=2, setup=setup)
-    what = f"{script}: {name} to one process after step 2"
-    assert [len(steps) for steps in end.results] in ([2, 2], [3, 3]), (
-        f"{what}: the ranks stop after {end.results}\n{end.text}")
-    assert end.statuses == [f"stopped by a signal after step {progress(path)}", 1], (
-        f"{what}: statuses {end.statuses}\n{end.text}")
-    assert "too early" not in end.text, f"{what}: it exits before rank 0 has saved\n{end.text}"
-    train_to_end(copy, *flags_of(script, path), nproc=2)
-    assert_same_end(path, whole, what)
+    ranks = run(CIFAR, *noisy(CIFAR, path), problem="noisy", change=change)
+    text = text_of(ranks)
+    steps = [sum(event[0] == "step" for event in rank.seen) for rank in ranks]
+    assert steps in ([2, 2], [3, 3]), f"{name} in step 2: the ranks stop after {steps}\n{text}"
+    assert [rank.code for rank in ranks] == [1, 1], f"{name}: they must end with status 1\n{text}"
+    assert f"stopped by a signal after step {steps[0]}" in ranks[0].text, f"{name}:\n{text}"
+    assert "too early" not in text, f"{name}: a rank exits before rank 0 has saved\n{text}"
+    run_to_end(CIFAR, *noisy(CIFAR, path), problem="noisy")
+    assert_same_files(path, whole(CIFAR), f"{CIFAR} is stopped by {name}")
 
 
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(script, tmp_path):
-    """A job that ends with status 1 is requeued."""
-    flags = short_flags_of(script, tmp_path / "run.pt")
-    for step in (17, 18):  # it is noticed in this step, or in the next one
-        (tmp_path / "run.pt").unlink(missing_ok=True)
-        end = train_forked(script, *flags, nproc=2, setup=lambda module, rank: (
-            use_small_model(module), rank == 0 and kill_after(step, signal.SIGTERM)))
-        finished = progress(tmp_path / "run.pt") == 18
-        assert (end.statuses == [0, 0]) == finished, (
-            f"{script}: SIGTERM after step {step} of 18: {end.statuses}\n{end.text}")
+@pytest.mark.parametrize("step", [EPOCHS * STEPS - 1, EPOCHS * STEPS])
+def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(step, tmp_path):
+    """A job that ends with status 1 is requeued. It is noticed in this step, or in the next one."""
+    path = tmp_path / "run.pt"
+    ranks = run(CIFAR, *flags_of(CIFAR), "--checkpoint", path,
+                change=signal_at(step, signal.SIGTERM))
+    finished = torch.load(path)["progress"]["step"] == EPOCHS * STEPS
+    assert [rank.code for rank in ranks] == 2 * [int(not finished)], text_of(ranks)
 
 
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_a_run_under_nohup_ignores_sighup(script, tmp_path):
-    def setup(module, rank):
-        use_small_model(module)
+def test_a_run_under_nohup_ignores_sighup():
+    def change(module, rank, seen):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        kill_after(2, signal.SIGHUP)
+        signal_at(2, signal.SIGHUP)(module, rank, seen)
 
-    train_to_end(script, *short_flags_of(script, tmp_path / "run.pt"), setup=setup)
+    run_to_end(CIFAR, *flags_of(CIFAR), change=change, nproc=1)
 
 
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_loader_processes_ignore_the_signals_that_stop_a_run(script, tmp_path):
+def test_loader_processes_ignore_the_signals_that_stop_a_run(tmp_path):
     """Slurm sends them to all. Here, in an evaluation of more batches than are read ahead."""
-    def setup(module, rank):
-        def send_to_all(args, model, *_):
-            if not model.training and not sent:
-                sent.append(True)
+    def change(module, rank, seen):
+        def loss_and_counts(args, model, *batch):
+            if not model.training and ("sent",) not in seen:
+                seen.append(("sent",))
                 for process in mp.active_children():
                     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
                         os.kill(process.pid, signum)
                 signal.raise_signal(signal.SIGTERM)
+            return plain(args, model, *batch)
 
-        sent = []
-        use_small_model(module)
-        watch(module, "loss_and_counts", send_to_all)
+        plain, module.loss_and_counts = module.loss_and_counts, loss_and_counts
 
-    end = train_forked(script, *flags_of(script, tmp_path / "run.pt", "--batch-size", 2),
-                       setup=setup)
-    assert end.statuses == ["stopped by a signal after step 7"], (
-        f"{script}: signals to all processes in the first evaluation: {end.statuses}\n{end.text}")
+    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, nproc=1,
+                  change=change)
+    assert f"stopped by a signal after step {STEPS + 1}" in rank.text, (
+        f"{CIFAR}: signals to all processes in the first evaluation\n{rank.text}")
 
 
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_it_saves_every_few_minutes(script, tmp_path):
+def test_it_saves_every_few_minutes(tmp_path):
     """By the clock of any rank: on that of rank 1, a step takes a minute."""
-    def setup(module, rank):
-        steps, saves = [], []
-        at_step(steps.append)
+    def change(module, rank, seen):
+        def monotonic():
+            return now() + 60 * sum(event[0] == "step" for event in seen)
+
+        def check_model(*arguments):
+            seen.append(("save",))
+            plain(*arguments)
+
         now = time.monotonic
         if rank == 1:
-            module.time = SimpleNamespace(**{**vars(time),
-                                             "monotonic": lambda: now() + 60 * len(steps)})
-        use_small_model(module)
-        watch(module, "check_model", lambda *_: saves.append(len(steps)))
-        return saves
+            module.time = SimpleNamespace(**{**vars(time), "monotonic": monotonic})
+        plain, module.check_model = module.check_model, check_model
 
-    flags = short_flags_of(script, tmp_path / "run.pt", "--epochs", 1, "--save-every", 2)
-    saves = train_to_end(script, *flags, nproc=2, setup=setup).results
-    assert saves == [[3, 6], [3, 6]], (
-        f"{script}, a step of which takes a minute, with --save-every 2, saves after {saves}")
-
-
-@pytest.mark.parametrize("script", STEP_SCRIPTS)
-def test_a_kill_in_an_evaluation_loses_no_training(script, runs, tmp_path):
-    """The file is saved before it. A resumed run begins with the evaluation that is missing."""
-    path = tmp_path / "run.pt"
-    copy, flags = runs(script).copy, flags_of(script, path)
-    for evaluation in (1, 3):
-        train_and_kill(copy, *flags, nproc=2, setup=lambda module, rank: (
-            kill_at_call(module, "evaluate", evaluation)))
-        found = progress(path)
-        assert found == 6 * evaluation, (
-            f"{script}, killed in evaluation {evaluation}, has saved {found}")
-    end = train_to_end(copy, *flags, nproc=2)
-    expected, found = (re.findall(r"^epoch 3/3 .*(val_loss \S+)", text, re.MULTILINE)
-                       for text in (runs(script).end.text, end.text))
-    assert found == expected, f"{script}: the missing evaluation has {found}, not {expected}"
-    assert_same_end(path, runs(script).whole, f"{script}, killed in two evaluations")
+    ranks = run_to_end(CIFAR, *flags_of(CIFAR), "--checkpoint", tmp_path / "run.pt", "--epochs", 1,
+                       "--save-every", 1, change=change)
+    for rank in ranks:
+        kinds = [event[0] for event in rank.seen if event[0] in ("step", "save")]
+        assert kinds == ["step", "step", "save"] * 2, (
+            f"{CIFAR}, a step of which takes a minute, with --save-every 1: {kinds}")
 
 
 # ---- the best weights ----
-@pytest.mark.parametrize("script", BEST_SCRIPTS)
+@scripts_with_best
 def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
-    """Accuracies of 5 epochs: 0.2, 0.6, 0.6, 0.1, 0.6. The first of equal ones stays.
+    """Accuracies of 4 epochs: 0.2, 0.6, 0.6, 0.1. The first of equal ones stays.
 
-    It is killed after epoch 3. Model and best score are those that were evaluated.
+    A run is killed between the two saves of the best epoch, and resumed.
     """
-    accuracies = [0.2, 0.6, 0.6, 0.1, 0.6]
+    def change(module, rank, seen):
+        def build_optimizer(args, model, steps):
+            schedules.extend(plain(args, model, steps))
+            return schedules
 
-    def setup(module, rank):
-        def build_model(*_):
-            model = FewPixels() if hasattr(module, "fake_images") else plain_model(*_)
-            model.register_buffer("steps", torch.zeros(()))
-            return model
+        def evaluate(*_):
+            epoch = schedules[1].last_epoch // STEPS
+            return {"val_loss": 1.0, "val_accuracy": [0.2, 0.6, 0.6, 0.1][epoch - 1]}
 
-        def evaluate(args, model, batches):
-            accuracy = accuracies[round(model.steps.item() / 6) - 1]
-            return {"val_loss": 1.0, "val_accuracy": accuracy}
-
-        plain_model = module.build_model
-        module.build_model = build_model
+        schedules = []
+        plain, module.build_optimizer = module.build_optimizer, build_optimizer
         module.evaluate = evaluate
-        watch(module, "loss_and_counts", lambda args, model, *_: model.steps.add_(1))
-        if not path.exists():
-            kill_after(20)
 
-    path = tmp_path / "run.pt"
-    flags = short_flags_of(script, path, "--epochs", 5)
-    train_and_kill(script, *flags, setup=setup)
-    train_to_end(script, *flags, setup=setup)
-    best = load_checkpoint(f"{path}.best")
-    assert best["steps"] == 12, f"{script}: the best weights are those after step {best['steps']}"
-    checkpoint = load_checkpoint(path)
-    assert checkpoint["progress"]["best_score"] == 0.6, (
-        f"{script}: the best score is saved as {checkpoint['progress']}")
-    assert best.keys() == checkpoint["model"].keys(), (
-        f"{script}: FILE.best is no state_dict of the model: {list(best)}")
+    def kill_between(module, rank, seen):
+        change(module, rank, seen)
+        kill_at(os, "replace", 4)
+
+    flags = (*flags_of(script), "--epochs", 4, "--checkpoint")
+    one, path = tmp_path / "one.pt", tmp_path / "run.pt"
+    (rank,) = run_to_end(script, *flags, one, nproc=1, change=change)
+    best = torch.load(f"{one}.best")
+    model = torch.load(one)["model"]
+    assert best.keys() == model.keys(), f"{script}: FILE.best is no state_dict: {list(best)}"
+    weights = torch.cat([tensor.flatten() for tensor in best.values()])
+    steps = [event[1] for event in rank.seen if event[0] == "step"]
+    found = [number for number, step in enumerate(steps, 1) if torch.equal(step, weights)]
+    assert found == [2 * STEPS], f"{script}: the best weights are those after the steps {found}"
+    (rank,) = run(script, *flags, path, nproc=1, change=kill_between)
+    assert rank.code == -signal.SIGKILL, f"{script} was not killed:\n{rank.text}"
+    run_to_end(script, *flags, path, nproc=1, change=change)
+    assert_same_files(path, one, f"{script} is killed between two saves of an epoch")
 
 
 # ---- the file ----
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_file_is_complete_at_any_moment(script, tmp_path, monkeypatch):
-    """It is the old one until the new one is written and on the disk (fsync)."""
-    module = load_script(script)
-    path = tmp_path / "run.pt"
-    module.save({"step": 1}, str(path))
-    states = []
-
-    def see(*_):
-        files = sorted(tmp_path.iterdir())
-        states.append([load_checkpoint(path)["step"], load_checkpoint(files[-1])["step"]])
-
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (see(), fsync(descriptor)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (see(), replace(*paths)))
-    module.save({"step": 2}, str(path))
-    assert states == [[1, 2], [1, 2]], (
-        f"{script}: at fsync, and when it is renamed, FILE and the new file must have the steps 1 "
-        f"and 2: {states}")
-    assert load_checkpoint(path) == {"step": 2}, f"{script}: FILE is not the new one"
-    assert os.listdir(tmp_path) == ["run.pt"], f"{script} leaves {os.listdir(tmp_path)}"
-
-
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
+@scripts
 def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
     """To a scratch disk: what it points to is replaced."""
     (tmp_path / "run.pt").symlink_to(tmp_path / "scratch.pt")
@@ -384,22 +339,29 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
         f"{script} replaces the link by a file: it saves to {args.checkpoint}")
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, runs):
+@scripts
+def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, whole, tmp_path):
     """It would be a second copy of the model and the optimizer in each process."""
-    for rank, counts in enumerate(runs(script).end.results):
-        assert set(counts) == {0}, f"{script}: rank {rank} keeps {counts} tensors of its checkpoint"
+    def change(module, rank, seen):
+        def resume(checkpoint, *arguments):
+            tensors.extend(map(weakref.ref, checkpoint["model"].values()))
+            return plain_resume(checkpoint, *arguments)
+
+        def close_group():
+            print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
+            plain_close()
+
+        tensors = []
+        plain_resume, module.resume = module.resume, resume
+        plain_close, module.close_group = module.close_group, close_group
+
+    path = copy_files(whole(script, 1), tmp_path)
+    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
+    assert re.search("kept: 0 of [1-9]", rank.text), (
+        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- files that are refused ----
-DAMAGES = {
-    "half of it": lambda path: path.write_bytes(path.read_bytes()[:path.stat().st_size // 2]),
-    # As FILE.best, which would be overwritten
-    "weights alone": lambda path: torch.save(load_checkpoint(path)["model"], path),
-    "code": lambda path: torch.save({**load_checkpoint(path), "code": Code()}, path),
-}
-
-
 class Code:
     """Creates a file when it is unpickled."""
 
@@ -407,25 +369,41 @@ class Code:
         return open, ("code-has-run", "w")
 
 
+DAMAGES = {
+    "half of it": lambda path: path.write_bytes(path.read_bytes()[:path.stat().st_size // 2]),
+    # As FILE.best, which would be overwritten
+    "weights alone": lambda path: torch.save(torch.load(path)["model"], path),
+    "code": lambda path: torch.save({**torch.load(path), "code": Code()}, path),
+}
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_file_that_cannot_be_used_ends_the_run_and_is_left(
-        script, kind, runs, tmp_path, monkeypatch):
+@scripts
+def test_a_file_that_cannot_be_used_ends_the_run_and_is_left(script, kind, stopped, tmp_path,
+                                                             monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = shutil.copy(runs(script).stopped, tmp_path / "run.pt")
+    path = copy_files(stopped(script), tmp_path)
     DAMAGES[kind](path)
     before = path.read_bytes()
-    end = train_forked(runs(script).copy, *short_flags_of(script, path))
-    assert "epoch " not in end.text, f"{script}: FILE has {kind}, and it trains\n{end.text}"
+    (rank,) = run(script, *noisy(script, path), nproc=1, problem="noisy")
+    assert rank.code == 1, f"{script}: FILE has {kind}, and it trains\n{rank.text}"
     if kind == "weights alone":
-        assert "error: " in str(end.statuses) and "run.pt" in str(end.statuses), (
-            f"{script}: FILE has weights alone, and no error line says so: {end.statuses}")
+        assert re.search("^error: .*run.pt", rank.text, re.M), (
+            f"{script}: FILE has weights alone, and no error line says so: {rank.text}")
     assert path.read_bytes() == before, f"{script}: FILE had {kind}, and has been changed"
     assert not Path("code-has-run").exists(), f"{script} runs code that a checkpoint has"
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_any_other_value_of_a_flag_is_another_run(script, runs):
+def refused(script, path, expected, change=lambda module, rank, seen: None):
+    """Resume from FILE on one process. Return the error line: FILE must be refused, and left."""
+    (rank,) = run(script, *noisy(script, path), nproc=1, problem="noisy", change=change)
+    assert rank.code == 1 and "error: the checkpoint is of another run" in rank.text, (
+        f"{script} resumes {expected}:\n{rank.text}")
+    return rank.text
+
+
+@scripts
+def test_any_other_value_of_a_flag_is_another_run(script, stopped, tmp_path):
     """But for those of MAY_CHANGE. Also --epochs: a scheduler would go on with another total."""
     module = load_script(script)
     flags = vars(module.parse_args([])).keys()
@@ -433,58 +411,59 @@ def test_any_other_value_of_a_flag_is_another_run(script, runs):
                     "image_folder", "batch_size", "save_every", "log_every"}
     assert set(module.MAY_CHANGE) == free, (
         f"{script} must resume with other values of {free} alone, not of {module.MAY_CHANGE}")
-    checkpoint = load_checkpoint(runs(script).stopped)
-    run = checkpoint["run"]
-    assert run.keys() >= flags - free, f"{script}: FILE lacks flags: it has {run}"
-    for name in run:
-        with pytest.raises(SystemExit, match=re.escape(f"{name} was {run[name]}, is other")):
-            module.resume(checkpoint, {**run, name: "other"}, {}, {})
-            pytest.fail(f"{script} resumes with another {name}")
+    path = copy_files(stopped(script), tmp_path)
+    checkpoint = torch.load(path)
+    assert checkpoint["run"].keys() >= flags - free, f"{script}: FILE has {checkpoint['run']}"
+    torch.save({**checkpoint, "run": dict.fromkeys(checkpoint["run"], "other")}, path)
+    text = refused(script, path, "a run with other flags")
+    for name in checkpoint["run"]:
+        assert f"{name} was other, is" in text, f"{script} resumes with another {name}:\n{text}"
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_another_number_of_samples_is_another_run(script, runs, tmp_path):
-    """As of a data set that has grown since."""
-    path = shutil.copy(runs(script).stopped, tmp_path / "run.pt")
-    (status,) = train_forked(
-        runs(script).copy, *short_flags_of(script, path), setup=lambda module, rank: change_sets(
-            module, lambda data, train_set: first_samples(data, -1))).statuses
-    assert "error: " in str(status) and "samples" in str(status), (
-        f"{script} resumes with a sample less: {status!r}")
-    assert_equal(path, runs(script).stopped, f"{script}: a FILE that was refused")
+def last_left_out(data):
+    if isinstance(data, torch.utils.data.Dataset):
+        return torch.utils.data.Subset(data, range(len(data) - 1))
+    return [tensor[:-1] for tensor in data]
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_a_new_flag_of_a_copy_is_compared_without_being_named_anywhere(script, tmp_path):
-    """Of any type. A file that lacks it is still good, if its default is None."""
-    copy = make_copy(script, tmp_path / "copy.py", ('before "import sys"', "import pathlib"), (
-        'before "--seed"', 'parser.add_argument("--new", type=pathlib.Path)'))
-    flags = short_flags_of(script, tmp_path / "run.pt", "--epochs", 1)
-    train_to_end(script, *flags, setup=use_small_model)
-    train_to_end(copy, *flags, setup=use_small_model)
-    (status,) = train_forked(copy, *flags, "--new", "a", setup=use_small_model).statuses
-    assert "new was None, is a" in str(status), f"{script} resumes with a new flag: {status!r}"
+def reversed_order(data):
+    return [tensor.flip(0) for tensor in data]
 
 
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_flags_that_may_change(script, runs, tmp_path):
-    """Those of rank 0 alone need the file: the other rank looks for another one."""
-    path = tmp_path / "run.pt"
-    for file in runs(script).stopped.parent.glob("stopped.pt*"):
-        shutil.copy(file, tmp_path / file.name.replace("stopped", "run"))
+@pytest.mark.parametrize("script, part, edit, named", [
+    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in SCRIPTS],
+    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST],
+    ("fashionmnist_ddp", 0, reversed_order, "labels_checksum was ")])
+def test_other_samples_are_another_run(script, part, edit, named, stopped, tmp_path):
+    """As of a data set that has grown since, or of files that are listed in another order."""
+    def change(module, rank, seen):
+        def load_data(args):
+            data = plain(args)
+            if script == "cpu_ddp":
+                return edit(data)
+            return [edit(item) if number == part else item for number, item in enumerate(data)]
 
-    def setup(module, rank):
-        if rank == 1:
-            sys.argv += ["--checkpoint", str(tmp_path / "not-here.pt")]
+        plain, module.load_data = module.load_data, load_data
 
-    more = {"timeout": 77, "save_every": 1, "log_every": 1, "data_dir": "elsewhere"}
-    if script in STEP_SCRIPTS:
-        more["workers"] = 2
-    changed = [word for name, value in more.items()
-               if name in vars(load_script(script).parse_args([]))
-               for word in (f"--{name.replace('_', '-')}", value)]
-    train_to_end(runs(script).copy, *flags_of(script, path, *changed), nproc=2, setup=setup)
-    assert_same_end(path, runs(script).whole, f"{script} is resumed with {changed}")
+    path = copy_files(stopped(script), tmp_path)
+    text = refused(script, path, "with other samples", change)
+    assert named in text, f"{script} must say {named!r}:\n{text}"
+    assert not unequal(path, stopped(script)), f"{script} changes a file that it refuses"
+
+
+@scripts
+def test_a_new_flag_of_a_copy_is_compared_without_being_named_anywhere(script, stopped, tmp_path):
+    """Of any type."""
+    def change(module, rank, seen):
+        def parse_args():
+            args = plain()
+            args.new = Path("a")
+            return args
+
+        plain, module.parse_args = module.parse_args, parse_args
+
+    text = refused(script, copy_files(stopped(script), tmp_path), "with a new flag", change)
+    assert "new was None, is a" in text, f"{script}: a new flag is not named:\n{text}"
 
 
 # ---- kills of every kind, at random moments, by the real command ----
@@ -520,31 +499,31 @@ def disturb(job, way, chance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_killed_at_random_and_resumed_exactly(script, request, runs, tmp_path):
-    """On two processes."""
-    launcher, nproc = SCRIPTS[script].start
-    kills = -(-request.config.getoption("--kills") // len(DDP_SCRIPTS))
+@scripts
+def test_killed_at_random_and_resumed_exactly(script, request, tmp_path):
+    """On two processes, with the script's own data and model: a step is only longer."""
+    launcher, nproc = TABLE[script].start
+    kills = -(-request.config.getoption("--kills") // len(SCRIPTS))
     seed = request.config.getoption("--kill-seed")
     name = f"{script} by {launcher}, --kill-seed {seed}"
     chance = random.Random(name)
-    slow_copy = random_copy(script, tmp_path / "slow.py", (
-        'before "optimizer.zero_grad()"', "time.sleep(0.05)"))  # 3 seconds of training
-    whole, path = tmp_path / "whole.pt", tmp_path / "run.pt"
-    flags = flags_of(script, path, "--epochs", 10)
-    train_to_end(runs(script).copy, *flags, "--checkpoint", whole, nproc=nproc)
-    if script in STEP_SCRIPTS:
-        flags += ["--save-every", 0.01]
-    first = kills * DDP_SCRIPTS.index(script)
+    copy = make_copy(script, tmp_path / "slow.py", (
+        'before "optimizer.zero_grad()"', "time.sleep(0.05)"))  # 2 seconds of training
+    other, path = tmp_path / "whole.pt", tmp_path / "run.pt"
+    flags = [*own_flags(script), "--epochs", 10, "--checkpoint"]
+    run_to_end(script, *flags, other, nproc=nproc, problem="own")
+    if script == CIFAR:
+        flags[:0] = ["--save-every", 0.01]
+    first = kills * SCRIPTS.index(script)
     order = random.Random(seed).sample(WAYS, len(WAYS))  # other cases use the other ways
     ways = [order[number % len(WAYS)] for number in range(first, first + kills)]
     counts = Counter()
     status = None
     while status != 0 or ways:
         if status == 0:  # it has ended before it was disturbed as often as it should
-            assert_same_end(path, whole, f"{name} after {dict(counts)}")
+            assert_same_files(path, other, f"{name} after {dict(counts)}")
             path.unlink()
-        with start(slow_copy, *flags, launcher=launcher, nproc=nproc,
+        with start(copy, *flags, path, launcher=launcher, nproc=nproc,
                    env={"OMP_NUM_THREADS": 1}) as job:
             way = ways.pop(0) if ways else ""
             if way:
@@ -556,6 +535,6 @@ def test_killed_at_random_and_resumed_exactly(script, request, runs, tmp_path):
         counts[way if status != 0 else "ended"] += 1
         counts["resumed"] += "resumed after" in text
         if path.exists():
-            load_checkpoint(path)  # complete, whenever it was killed
-    assert_same_end(path, whole, f"{name} after {dict(counts)}")
+            torch.load(path)  # complete, whenever it was killed
+    assert_same_files(path, other, f"{name} after {dict(counts)}")
     print(f"{name}: equal files after {dict(counts)}")
