@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from harness import BEST, run_to_end
+from harness import run_to_end
 from image_folder import write_images
 from PIL import Image
-from scripts import SCRIPTS, load_script
+from scripts import BEST_SCRIPTS, SCRIPTS, load_script
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 from torchvision import datasets, models
@@ -381,7 +381,7 @@ def with_clock(module, rank, seen):
     time.monotonic = time.perf_counter = lambda: sum(clock)
 
 
-@pytest.mark.parametrize("script", BEST)
+@pytest.mark.parametrize("script", BEST_SCRIPTS)
 def test_speed_wait_and_time_left_are_true(script):
     """Two processes, 3 epochs of 3 steps of 16 samples. wait is the slowest process's."""
     more = ["--log-every", 4] if script == "cifar10_ddp" else []
@@ -397,7 +397,7 @@ def test_speed_wait_and_time_left_are_true(script):
         assert found == expected, f"{script} prints {found}, not {expected}\n{rank.text}"
 
 
-@pytest.mark.parametrize("script", BEST)
+@pytest.mark.parametrize("script", BEST_SCRIPTS)
 def test_the_rate_of_an_epoch_is_that_of_its_first_step(script):
     (rank,) = run_to_end(script, "--global-batch", 16, "--epochs", 3, "--lr", 0.9, nproc=1)
     rates = re.findall(r"lr ([\d.]+)  seconds", rank.text)

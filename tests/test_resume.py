@@ -23,13 +23,13 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from copies import make_copy
-from harness import (BEST, EPOCHS, SCRIPTS, STEPS, flags_of, kill_at, load_script, own_flags, run,
-                     run_to_end, text_of, unequal)
+from harness import (EPOCHS, STEPS, flags_of, kill_at, own_flags, run, run_to_end, text_of,
+                     unequal)
 from launchers import start, wait_until_gone
-from scripts import SCRIPTS as TABLE
+from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 
-scripts = pytest.mark.parametrize("script", SCRIPTS)
-scripts_with_best = pytest.mark.parametrize("script", BEST)
+scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
+scripts_with_best = pytest.mark.parametrize("script", BEST_SCRIPTS)
 CIFAR = "cifar10_ddp"  # whose state is the step: it can stop, and save, after any one
 LOADER = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1)}
 
@@ -87,8 +87,9 @@ def assert_same_files(path, expected, what):
     for found, other in ((path, expected), (Path(f"{path}.best"), Path(f"{expected}.best"))):
         assert found.exists() == other.exists(), f"{what}: is there {found.name}? {found.exists()}"
         different = unequal(found, other) if found.exists() else []
-        assert not different, f"{what}, and resumed: {found.name} is not that of a whole run, in " + (
-            f"{len(different)} places: {different[0]}")
+        assert not different, (
+            f"{what}, and resumed: {found.name} is not that of a whole run, in {len(different)} "
+            f"places: {different[0]}")
 
 
 # ---- killed at any place ----
@@ -101,8 +102,8 @@ PLACES = {
 
 
 @pytest.mark.parametrize("script, place", [
-    (script, place) for script in SCRIPTS for place in PLACES
-    if script in BEST or "evaluation" not in place])
+    (script, place) for script in DDP_SCRIPTS for place in PLACES
+    if script in BEST_SCRIPTS or "evaluation" not in place])
 def test_killed_and_resumed_bit_for_bit(script, place, whole, tmp_path):
     """With dropout, BatchNorm and random transforms. What was written half does not disturb.
 
@@ -152,7 +153,7 @@ def test_killed_in_a_step_and_resumed_with_other_flags_that_may_change(script, w
     assert_same_files(path, whole(script), f"{script} is killed in a step, {changed}")
 
 
-@pytest.mark.parametrize("script, folder", [*[(script, "") for script in SCRIPTS],
+@pytest.mark.parametrize("script, folder", [*[(script, "") for script in DDP_SCRIPTS],
                                             (CIFAR, "folder")])
 def test_its_own_data_and_model_resume_bit_for_bit(script, folder, tmp_path):
     flags = own_flags(script, folder and tmp_path / folder)
@@ -431,8 +432,8 @@ def reversed_order(data):
 
 
 @pytest.mark.parametrize("script, part, edit, named", [
-    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in SCRIPTS],
-    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST],
+    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in DDP_SCRIPTS],
+    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST_SCRIPTS],
     ("fashionmnist_ddp", 0, reversed_order, "labels_checksum was ")])
 def test_other_samples_are_another_run(script, part, edit, named, stopped, tmp_path):
     """As of a data set that has grown since, or of files that are listed in another order."""
@@ -502,8 +503,8 @@ def disturb(job, way, chance):
 @scripts
 def test_killed_at_random_and_resumed_exactly(script, request, tmp_path):
     """On two processes, with the script's own data and model: a step is only longer."""
-    launcher, nproc = TABLE[script].start
-    kills = -(-request.config.getoption("--kills") // len(SCRIPTS))
+    launcher, nproc = SCRIPTS[script].start
+    kills = -(-request.config.getoption("--kills") // len(DDP_SCRIPTS))
     seed = request.config.getoption("--kill-seed")
     name = f"{script} by {launcher}, --kill-seed {seed}"
     chance = random.Random(name)
@@ -514,7 +515,7 @@ def test_killed_at_random_and_resumed_exactly(script, request, tmp_path):
     run_to_end(script, *flags, other, nproc=nproc, problem="own")
     if script == CIFAR:
         flags[:0] = ["--save-every", 0.01]
-    first = kills * SCRIPTS.index(script)
+    first = kills * DDP_SCRIPTS.index(script)
     order = random.Random(seed).sample(WAYS, len(WAYS))  # other cases use the other ways
     ways = [order[number % len(WAYS)] for number in range(first, first + kills)]
     counts = Counter()
