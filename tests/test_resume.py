@@ -31,12 +31,12 @@ from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
 scripts_with_best = pytest.mark.parametrize("script", BEST_SCRIPTS)
 CIFAR = "cifar10_ddp"  # whose state is the step: it can stop, and save, after any one
-LOADER = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1)}
+MORE = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1, "--save-every", 0)}
 
 
 def noisy(script, path, *more):
     """Return flags of a run that draws random numbers wherever it can, in loader processes, too."""
-    return (*flags_of(script), *LOADER.get(script, ()), "--checkpoint", path, *more)
+    return (*flags_of(script), *MORE.get(script, ()), "--checkpoint", path, *more)
 
 
 def kill(script, *flags, at, nproc=2, problem="noisy"):
@@ -90,6 +90,9 @@ def assert_same_files(path, expected, what):
         assert not different, (
             f"{what}, and resumed: {found.name} is not that of a whole run, in {len(different)} "
             f"places: {different[0]}")
+    if found.exists():
+        names = torch.load(found).keys()
+        assert names == torch.load(path)["model"].keys(), f"{what}: the best weights are {names}"
 
 
 # ---- killed at any place ----
@@ -218,7 +221,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(name, whole, tmp_
         signal_at(2, signal.Signals[name], sender=1)(module, rank, seen)
 
     path = tmp_path / "run.pt"
-    ranks = run(CIFAR, *noisy(CIFAR, path), problem="noisy", change=change)
+    ranks = run(CIFAR, *noisy(CIFAR, path, "--save-every", 5), problem="noisy", change=change)
     text = text_of(ranks)
     steps = [sum(event[0] == "step" for event in rank.seen) for rank in ranks]
     assert steps in ([2, 2], [3, 3]), f"{name} in step 2: the ranks stop after {steps}\n{text}"
@@ -295,7 +298,7 @@ def test_it_saves_every_few_minutes(tmp_path):
 def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
     """Accuracies of 4 epochs: 0.2, 0.6, 0.6, 0.1. The first of equal ones stays.
 
-    A run is killed between the two saves of the best epoch, and resumed.
+    A run is killed between the two saves of the best epoch, and once after it.
     """
     def change(module, rank, seen):
         def build_optimizer(args, model, steps):
@@ -310,24 +313,26 @@ def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
         plain, module.build_optimizer = module.build_optimizer, build_optimizer
         module.evaluate = evaluate
 
-    def kill_between(module, rank, seen):
-        change(module, rank, seen)
-        kill_at(os, "replace", 4)
+    def kill_at_rename(number):
+        def change_and_kill(module, rank, seen):
+            change(module, rank, seen)
+            kill_at(os, "replace", number)
+
+        return change_and_kill
 
     flags = (*flags_of(script), "--epochs", 4, "--checkpoint")
     one, path = tmp_path / "one.pt", tmp_path / "run.pt"
     (rank,) = run_to_end(script, *flags, one, nproc=1, change=change)
     best = torch.load(f"{one}.best")
-    model = torch.load(one)["model"]
-    assert best.keys() == model.keys(), f"{script}: FILE.best is no state_dict: {list(best)}"
     weights = torch.cat([tensor.flatten() for tensor in best.values()])
     steps = [event[1] for event in rank.seen if event[0] == "step"]
     found = [number for number, step in enumerate(steps, 1) if torch.equal(step, weights)]
     assert found == [2 * STEPS], f"{script}: the best weights are those after the steps {found}"
-    (rank,) = run(script, *flags, path, nproc=1, change=kill_between)
-    assert rank.code == -signal.SIGKILL, f"{script} was not killed:\n{rank.text}"
+    for number in (4, 3):
+        (rank,) = run(script, *flags, path, nproc=1, change=kill_at_rename(number))
+        assert rank.code == -signal.SIGKILL, f"{script} was not killed:\n{rank.text}"
     run_to_end(script, *flags, path, nproc=1, change=change)
-    assert_same_files(path, one, f"{script} is killed between two saves of an epoch")
+    assert_same_files(path, one, f"{script} is killed between two saves, and after them")
 
 
 # ---- the file ----
