@@ -19,7 +19,10 @@ computes from its share and only logs; files that all ranks write; the names (mo
 that my.py saves by itself; an optimizer.step() after several batches, each with zero_grad(); equal
 weights of a share's unequal parts (cifar10_ddp).
 
-Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked.
+What is not checked is printed first. Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot
+be checked, 3 if nothing fails, but the steps of one and two processes, the validation results or
+the resume could not be compared: this does not show that my.py is right. A copy without validation
+samples, or without --checkpoint, has nothing to compare there.
 """
 import math
 import os
@@ -44,8 +47,7 @@ def main():
         return 0 if sys.argv[1:] else 2
     path = os.path.realpath(sys.argv[1])
     if why_not(path):
-        skip(sys.argv[1], why_not(path))
-        return 2
+        return refuse(sys.argv[1], why_not(path))
     # Paths of sockets of loader processes (44 more characters here) have 103 at most
     short = "/tmp" if len(os.path.realpath(tempfile.gettempdir())) > 59 else None
     try:
@@ -53,8 +55,7 @@ def main():
                 scratch.Servers(folder) as servers:
             return compare(servers, os.path.realpath(folder), path, sys.argv[2:])
     except KeyboardInterrupt:
-        skip("the rest", "interrupted")
-        return 2
+        return refuse("the rest", "interrupted")
 
 
 def why_not(path):
@@ -64,28 +65,26 @@ def why_not(path):
     text = pathlib.Path(path).read_text(errors="replace")
     if not all(name in text for name in ("parse_args", "load_data", "train")):
         return "it is no copy of a DDP script of this collection"
-    if re.search(r"def (loss_and_correct|results_of|restore|check_weights)\(", text):
-        return "it is a copy of an older version: use the check_copy.py of its version"
     return ""
 
 
 def compare(servers, folder, path, flags):
     """Train, print what holds and what differs, and return the exit status."""
     said.clear()
-    notes.clear()
     mirror, common = make_mirror(folder, path, flags)
     seen, problems = train_copies(servers, common)
-    if seen and check_data(seen, problems):
+    if not seen:
+        return 2
+    if check_data(seen, problems):
         for promise in (check_leak, check_ends, check_ranks, check_loss, check_steps,
                         check_evaluation, check_resume):
             if "two" in seen or promise not in (check_ranks, check_steps, check_evaluation):
                 promise(seen, problems)
     changed = mirror.changed()
     if changed:
-        notes.append("these linked files have changed during the check, by a program, or by a "
-                     f"library that writes without Python: {', '.join(changed)}")
-    say_the_rest()
-    return 1 if "FAIL" in said else 0 if "ok" in said else 2
+        say("note", "these linked files have changed during the check, by a program, or by a "
+            f"library that writes without Python: {', '.join(changed)}")
+    return print_all()
 
 
 # ---- The training ----
@@ -124,11 +123,11 @@ def train_copies(servers, common):
                   "data for reading alone, and write to new files at relative paths"
                   if scratch.REFUSED in end else
                   f"one process cannot train to the end (on a CPU, {TRAINING_SAMPLES} samples)")
-        skip("anything", f"{reason}:{end}")
+        refuse("anything", f"{reason}:{end}")
         return {}, {}
     one = seen["one"][0]
     if not one.steps:
-        skip("anything", "train() has made no step of an optimizer")
+        refuse("anything", "train() has made no step of an optimizer")
         return {}, {}
     print(f"Now on two processes, and stopped and resumed: about {6 * one.seconds:.0f} s more (if "
           f"the processes wait for each other, {WAIT} s more).", flush=True)
@@ -147,37 +146,48 @@ def train_copies(servers, common):
 
 
 # ---- What is printed ----
-said = []  # the first word of each line
-notes = []  # to be said last
+said = []  # the first word and the text of each line
 
 
 def say(word, text):
-    said.append(word)
-    print(f"{word:4}  {text}", flush=True)
+    said.append((word, text))
 
 
 def check(promise, good, otherwise):
-    """Print whether a promise holds. Return it."""
+    """Say whether a promise holds. Return it."""
     say("ok" if good else "FAIL", promise if good else f"{promise}: {otherwise}")
     return good
 
 
-def skip(promise, reason):
-    say("----", f"not checked: {promise}: {reason}")
+def skip(promise, reason, main=False):
+    """Say that a promise is not checked. main: without it, the check does not show enough."""
+    say("????" if main else "----", f"not checked: {promise}: {reason}")
+
+
+def refuse(promise, reason):
+    print(f"----  not checked: {promise}: {reason}")
+    return 2
 
 
 def some(names):
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def say_the_rest():
-    """Print the notes, and the number of lines of each kind."""
-    for text in notes:
-        say("note", text)
-    if said.count("FAIL") > 1:
+def print_all():
+    """Print what is said: first what is not checked, and last the notes. Return the exit status."""
+    order = {"????": 0, "----": 1, "ok": 2, "FAIL": 2, "note": 3}
+    for word, text in sorted(said, key=lambda line: order[line[0]]):
+        print(f"{word:4}  {text}")
+    words = [word for word, _ in said]
+    if words.count("FAIL") > 1:
         print("      Mend the first FAIL first. It may cause the others.")
-    names = {"ok": "ok", "FAIL": "FAIL", "----": "not checked", "note": "noted"}
-    print(", ".join(f"{said.count(word)} {name}" for word, name in names.items() if word in said))
+    counts = {"not checked": words.count("????") + words.count("----"), "ok": words.count("ok"),
+              "FAIL": words.count("FAIL"), "noted": words.count("note")}
+    print(", ".join(f"{count} {name}" for name, count in counts.items() if count))
+    if "FAIL" in words or "????" not in words:
+        return int("FAIL" in words)
+    print("This does not show that the copy is right: compare what is not checked by hand.")
+    return 3
 
 
 # ---- The promises, in the order in which they are printed ----
@@ -222,8 +232,8 @@ def check_leak(seen, problems):
     if len(both) > 2 and of_all > 0.5 and unique > 0.9:
         check(promise, False, f"{counts}. Draw both sets in one call, from one split")
     elif both:
-        notes.append(f"{counts}. If they are not equal by nature, divide the data before you "
-                     "repeat or transform samples")
+        say("note", f"{counts}. If they are not equal by nature, divide the data before you repeat "
+            "or transform samples")
     else:
         check(promise, True, "")
 
@@ -259,9 +269,9 @@ def check_loss(seen, problems):
             check(promise, False, f"{numbers}Return a mean over the samples, not a sum, without a "
                   "factor for their number")
         else:
-            notes.append(f"{numbers}It depends on how a batch is divided among the processes. See "
-                         "Loss and metrics in synthetic_ddp/make-it-yours.md: class weights, "
-                         "ignored tokens, pairs, and shapes that broadcast")
+            say("note", f"{numbers}It depends on how a batch is divided among the processes. See "
+                "Loss and metrics in synthetic_ddp/make-it-yours.md: class weights, ignored "
+                "tokens, pairs, and shapes that broadcast")
         return
     if not kinds:
         skip(promise, problems.get("loss", "it is not called for 10 samples or more, by its name, "
@@ -296,6 +306,10 @@ def check_steps(seen, problems):
     say_the_order(one)
     sizes = [len(steps[0]["rows"]) if steps else 0 for steps in (one, first, second)]
     same_samples = compare_samples(one, first, second)
+    if same_samples is None and {"gradients", "gradients of two"} <= seen.keys():
+        # In these jobs, transforms of a Dataset draw the same on one and two processes
+        same_samples = compare_samples(*(run.steps for name in ("gradients", "gradients of two")
+                                         for run in seen[name])) or None
     different, unknown = compare_gradients(seen)
     no_mean = kinds_of_loss(seen).get("evaluation", "mean") != "mean"
     if len(one) != len(first) or sizes[0] != sizes[1] + sizes[2]:
@@ -311,9 +325,10 @@ def check_steps(seen, problems):
         check(promise, False, "rates or other options of the optimizer differ. Compute them from "
               "the global batch, and call a scheduler's step() on all ranks")
     elif different and (same_samples is None or no_mean):
-        skip(promise, "of the gradients: random transforms, padding or the loss make them differ")
+        skip(promise, "of the gradients: random numbers, padding or the loss make them differ",
+             main=True)
     elif unknown:
-        skip(promise, f"of the gradients: {unknown}")
+        skip(promise, f"of the gradients: {unknown}", main=True)
     else:
         check(promise, not different, f"these gradients differ: {some(different)}. Multiply each "
               "loss by its weight, len(batch[0]) * world_size / global_batch (in synthetic_ddp, by "
@@ -329,8 +344,8 @@ def say_the_order(steps):
     for place in range(min(map(len, rows[0] + rows[1]), default=0)):
         orders = [[row[place] for row in epoch] for epoch in rows]
         if orders[0] == orders[1] and len({*orders[0]}) > 1:
-            notes.append("both epochs have the same order of samples: call "
-                         "sampler.set_epoch(epoch) before each, or shuffle by a seed of the epoch")
+            say("note", "both epochs have the same order of samples: call "
+                "sampler.set_epoch(epoch) before each, or shuffle by a seed of the epoch")
             return
 
 
@@ -348,7 +363,12 @@ def compare_samples(one, first, second):
         if of_one == of_two and (place == 0 or len({*of_one[0]}) > 1):
             return True if place == 0 else None
     shapes = {str(shape) for step in one + first + second for shape in step["shapes"]}
-    return False if width and len(shapes) == 1 else None  # of padded samples, they differ
+    # If the second epoch has less than half of the first's again, they are random: MixUp
+    half = len(alone) // 2
+    epochs = [[{row[place] for step in steps for row in step} for place in range(width)]
+              for steps in (alone[:half], alone[half:])]
+    again = any(2 * len(before & after) >= len(before) for before, after in zip(*epochs))
+    return False if again and len(shapes) == 1 else None  # of padded samples, they differ
 
 
 def compare_gradients(seen):
@@ -378,12 +398,18 @@ def first_norms(steps):
             for name, norm in step["norms"].items()}
 
 
+UNLESS = (". Unless it must, give F.dropout training=self.training, and augment images only if "
+          "model.training")
+
+
 def check_evaluation(seen, problems):
     """Compare the validation results of the same weights on one and two processes."""
     promise = "the same weights have the same validation results on one and two processes"
     found = [seen[name][0].evaluations[:1] for name in ("one", "two")]
     if not all(found) or not found[0][0]["results"]:
-        skip(promise, "no evaluate() is called in two epochs, or there are no samples")
+        sets = [part for rank in seen.get("data", [])[:1] for part in rank.data if part["size"]]
+        skip(promise, "no evaluate() is called with a model in two epochs" if len(sets) > 1 else
+             "there are no validation samples", main=len(sets) > 1)
         return
     [one], [two] = found
     no_mean = kinds_of_loss(seen).get("evaluation", "mean") != "mean"
@@ -392,13 +418,14 @@ def check_evaluation(seen, problems):
                or str(pair[0]) == str(pair[1]) for pair in pairs)  # NaN is not equal to NaN
     if one["dropout"]:
         check(promise, False, "dropout is active. Call model.eval() in evaluate()")
-    elif one["draws"]:
-        skip(promise, "the evaluation draws random numbers. Unless it must, give F.dropout "
-             "training=self.training, and augment images only if model.training")
+    elif one["draws"] and not same:
+        skip(promise, f"the evaluation draws random numbers{UNLESS}", main=True)
     elif no_mean and not (same and pairs):
         skip(promise, "the loss is no mean over the samples: what each rank computes depends on "
-             "its batches")
+             "its batches", main=True)
     else:
+        if one["draws"]:
+            say("note", f"the evaluation draws random numbers, here those of its samples{UNLESS}")
         check(promise, same, f"{two['results']} on two, {one['results']} on one. Evaluate each "
               "sample once: let each rank take its share, without drop_last, and return the "
               "results of the sums over all ranks. Return counts as sums, not as means of a batch. "
@@ -412,9 +439,9 @@ def check_resume(seen, problems):
     one = seen["one"][0]
     stopped, resumed = (seen[name][0] if name in seen else None for name in ("stopped", "resumed"))
     if not one.saved:
-        skip(promise, "nothing is saved in the file of --checkpoint")
+        skip(promise, "nothing is saved in the file of --checkpoint", main=one.saved is False)
     elif stopped and not stopped.stopped and len(one.steps) < 5:
-        skip(promise, f"two epochs have only {len(one.steps)} steps")
+        skip(promise, f"two epochs have only {len(one.steps)} steps", main=True)
     elif stopped and not stopped.stopped:
         check(promise, False, "SIGTERM does not stop the run, although it is received")
     elif not resumed:

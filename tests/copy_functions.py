@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What a copy of a script edits: different in each script
+# Different in each script: what a copy edits, and the first line of the log
 EDITED = {"parse_args", "prepare_data", "load_data", "scale", "augment", "build_loaders",
           "own_batches", "CNN", "build_model", "build_optimizer", "loss_of", "loss_and_counts",
           "train_epoch", "train", "log_start", "main"}

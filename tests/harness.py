@@ -24,7 +24,7 @@ from launchers import clean_environment, free_port
 from scripts import load_script
 from torch.utils.data import TensorDataset
 
-TENSORS = ("cpu_ddp", "fashionmnist_ddp")  # load_data() returns tensors, of others data sets
+TENSORS = ("cpu_ddp", "fashionmnist_ddp", "mnist_dp")  # load_data() returns tensors, of others data sets
 BEST = ("fashionmnist_ddp", "synthetic_ddp", "cifar10_ddp")  # have validation samples, FILE.best
 SCRIPTS = ("cpu_ddp", *BEST)
 TRAIN, VAL = 56, 18  # samples of the problem. The first number of a sample is its own number
@@ -54,11 +54,11 @@ def own_flags(script, folder=None):
 
 
 class RandomSet(TensorDataset):
-    """Adds noise to all numbers of a sample but its own, from torch's and Python's random numbers."""
+    """Adds noise to all numbers of a sample but its own, from each library's random numbers."""
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        noise = torch.rand(1) + random.random()
+        noise = torch.rand(1) + random.random() + sys.modules["numpy"].random.rand()
         return torch.cat([x[:1], x[1:] + noise.float()]), y
 
 
@@ -110,6 +110,7 @@ def give_problem(module, script, seen, noisy):
     for function in (load_data, build_model, build_optimizer, augment, loss_and_counts, loss_of):
         setattr(module, function.__name__, function)
     module.prepare_data = lambda args: None
+    module.scale = lambda x, y: (x, y)
 
 
 def weights_of(model):

@@ -1,10 +1,9 @@
-"""Runs Kubernetes manifests without a cluster: each pod is a container in a network namespace.
+"""Runs a Job or a Pod without a cluster: each pod is a container in a network namespace.
 
-podman and ip take the part of Kubernetes and of Kubeflow's operators. A failed pod of a Job is
-replaced after 1 s, 2 s, 3 s. The containers of operators' pods restart at once.
+podman and ip take the part of Kubernetes. A failed pod of a Job is replaced after 1 s, 2 s, 3 s.
 
 The image is built from containers/Dockerfile on a Debian base, which borrows torch from the
-environment of the tests, and which takes the place of the official images of PyTorch and etcd.
+environment of the tests, and which takes the place of PyTorch's official image.
 """
 
 import atexit
@@ -23,15 +22,14 @@ from typing import NamedTuple
 from scripts import ROOT
 from slurm_lab import Machine, Network
 
-TOOLS = ["buildah", "podman", "runc", "debootstrap", "ip", "etcd"]
-PACKAGES = "buildah podman runc debootstrap iproute2 etcd-server"
+TOOLS = ["buildah", "podman", "runc", "debootstrap", "ip"]
+PACKAGES = "buildah podman runc debootstrap iproute2"
 DEBIAN_OF_PYTHON = {(3, 11): "bookworm", (3, 13): "trixie"}  # base and tests need the same Python
 SITE_PACKAGES = next(path for path in sys.path if (Path(path) / "torch").is_dir())
 BORROWED = f"{SITE_PACKAGES}:/opt/borrowed:ro"
 DOCKERFILE = ROOT / "containers/Dockerfile"
 OFFICIAL_IMAGE = re.search(r"ARG BASE_IMAGE=(\S+)", DOCKERFILE.read_text())[1]
 OUR_IMAGE = "ddp:1"  # IMAGE_URI of the tests
-ETCD_IMAGE = "quay.io/coreos/etcd:v3.5.16"
 LIMIT = 3  # failures of a pod: no story has more
 # Starts a container, also on a machine without systemd.
 PODMAN_RUN = ["podman", "--runtime", "runc", "run", "--volume", BORROWED,
@@ -72,7 +70,7 @@ tar -C "$folder" --exclude=./var/cache/apt -c . | podman import -q - "$1"
 
 @functools.cache
 def images():
-    """Build containers/Dockerfile, once. Return podman's arguments by the name of an image.
+    """Build containers/Dockerfile, once. Return podman's image by the name in a manifest.
 
     Its base, a Debian with Python, pip and torchrun, is made once per machine.
     """
@@ -82,79 +80,13 @@ def images():
     image = f"localhost/ddp-tests:{os.getpid()}"
     command = ["buildah", "bud", "--isolation", "chroot", "--network", "host",
                "--volume", BORROWED, "--volume", "/etc/ssl/certs:/etc/ssl/certs:ro",
-               "--build-arg", f"BASE_IMAGE={base}", "--file", DOCKERFILE, "--tag", image,
-               "--build-arg", "EXTRA_PACKAGES=python-etcd==0.4.5"]
+               "--build-arg", f"BASE_IMAGE={base}", "--file", DOCKERFILE, "--tag", image]
     settings = sh(sys.executable, "-m", "pip", "config", "list")
     for url in re.findall(r"\.index-url='(.*)'", settings):  # this machine's mirror, if any
         command += ["--build-arg", f"PIP_INDEX_URL={url}"]
     sh(*command, ROOT, timeout=400)
     atexit.register(sh, "podman", "rmi", "--force", image)
-    etcd = ["--volume", f"{shutil.which('etcd')}:/usr/local/bin/etcd:ro", base]
-    return {OUR_IMAGE: [image], OFFICIAL_IMAGE: [base], ETCD_IMAGE: etcd}
-
-
-# --- manifests ---
-class PodSpec(NamedTuple):
-    name: str
-    spec: dict
-    variables: dict  # that Kubernetes or the operator sets
-
-
-def pods_of(document):
-    """Return the pods (PodSpecs) that Kubernetes or an operator makes of a document."""
-    kind = document["kind"]
-    name = document["metadata"]["name"]
-    spec = document["spec"]
-    if kind == "Service":
-        return []
-    if kind == "Pod":
-        return [PodSpec(name, spec, {})]
-    if kind == "Deployment":  # its pod gets the name of its Service, which is the same
-        return [PodSpec(name, spec["template"]["spec"], {})]
-    if kind == "PyTorchJob":
-        return pods_of_pytorchjob(name, spec)
-    if kind == "TrainJob":
-        return pods_of_trainjob(name, spec)
-    assert kind == "Job", f"the lab does not know the kind {kind}"
-    return [PodSpec(f"{name}-{index}", spec["template"]["spec"], {"JOB_COMPLETION_INDEX": index})
-            for index in range(spec["completions"])]
-
-
-def pods_of_pytorchjob(name, spec):
-    """Return what the Training Operator 1.8 and 1.9 makes of an elastic PyTorchJob."""
-    elastic = spec["elasticPolicy"]
-    worker = spec["pytorchReplicaSpecs"]["Worker"]
-    pod = worker["template"]["spec"]
-    (setting,) = elastic["rdzvConf"]
-    variables = {
-        "PET_RDZV_BACKEND": elastic["rdzvBackend"],
-        "PET_RDZV_ENDPOINT": f'{elastic["rdzvHost"]}:{elastic["rdzvPort"]}',
-        "PET_RDZV_ID": elastic["rdzvId"],
-        "PET_RDZV_CONF": f'{setting["key"]}={setting["value"]}',
-        "PET_NNODES": f'{elastic["minReplicas"]}:{elastic["maxReplicas"]}',
-        "PET_NPROC_PER_NODE": spec["nprocPerNode"],
-        "PET_MAX_RESTARTS": elastic["maxRestarts"],
-    }
-    return [PodSpec(f"{name}-worker-{index}", pod, variables)
-            for index in range(worker["replicas"])]
-
-
-def pods_of_trainjob(name, spec):
-    """Return what Kubeflow Trainer 2.3 makes of a TrainJob on its runtime torch-distributed."""
-    trainer = spec["trainer"]
-    (patch,) = spec["runtimePatches"]
-    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    pod = {**job["template"]["spec"]["template"]["spec"], "subdomain": name}
-    (container,) = pod["containers"]
-    container.update(trainer, resources=trainer["resourcesPerNode"])
-    variables = {
-        "PET_NNODES": trainer["numNodes"],
-        "PET_NPROC_PER_NODE": trainer["numProcPerNode"],
-        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
-        "PET_MASTER_PORT": 29500,
-    }
-    return [PodSpec(f"{name}-node-0-{rank}", pod, {**variables, "PET_NODE_RANK": rank})
-            for rank in range(trainer["numNodes"])]
+    return {OUR_IMAGE: image, OFFICIAL_IMAGE: base}
 
 
 # --- cluster ---
@@ -178,11 +110,14 @@ def starts_of(pods):
 
 
 class Pod:
-    """A container in a network namespace. start() makes a new one, as on another node."""
+    """A container in a network namespace. start() makes a new one, as on another node.
 
-    def __init__(self, cluster, name, spec, variables):
-        self.cluster, self.name, self.spec, self.variables = cluster, name, spec, variables
-        self.failures = 0  # a Job then makes a new pod, others restart the container
+    index: its number in a Job.
+    """
+
+    def __init__(self, cluster, name, spec, index=0):
+        self.cluster, self.name, self.spec, self.index = cluster, name, spec, index
+        self.failures = 0  # a Job then makes a new pod
         self.log = cluster.folder / f"{name}.log"
         self.dns = f'{name}.{spec["subdomain"]}' if "subdomain" in spec else name
         os.chown(cluster.claim, 0, spec["securityContext"].get("fsGroup", 0))
@@ -191,9 +126,6 @@ class Pod:
 
     def start(self):
         self.machine = self.cluster.connect(self.dns)
-        self.start_container()
-
-    def start_container(self):
         self.container = f"ddp-tests-{self.machine.pid}-{self.failures}"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
@@ -213,8 +145,8 @@ class Pod:
             "--cpus", limits["cpu"],
             "--memory", limits["memory"].removesuffix("i"),
         ]
-        variables = {item["name"]: item["value"] for item in container.get("env", [])}
-        options += [f"--env={name}={value}" for name, value in (variables | self.variables).items()]
+        options += [f"--env={item['name']}={item['value']}" for item in container["env"]]
+        options += [f"--env=JOB_COMPLETION_INDEX={self.index}"]
         volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
         for mount in container["volumeMounts"]:
             volume = volumes[mount["name"]]
@@ -224,7 +156,7 @@ class Pod:
             if "persistentVolumeClaim" in volume:
                 source = f"type=bind,source={self.cluster.claim}"
             options += ["--mount", f'{source},destination={mount["mountPath"]}']
-        return PODMAN_RUN + options + images()[container["image"]] + container.get("args", [])
+        return [*PODMAN_RUN, *options, images()[container["image"]], *container.get("args", [])]
 
     def runs(self):
         return subprocess.run(["podman", "exec", self.container, "true"],
@@ -252,20 +184,15 @@ class Pod:
         self.cluster.disconnect(self)
 
     def tend(self):
-        """Do what Kubernetes does about a failure. A stopped pod of an operator stays away."""
+        """Replace a pod of a Job that has failed, as Kubernetes does."""
         if self.process.poll() in (None, 0):
-            return
-        if not self.machine and self.spec.get("restartPolicy") != "Never":
             return
         self.failures += 1
         assert self.failures <= LIMIT, (
             f"{self.name} fails again and again\n{self.cluster.report()}")
-        if self.spec.get("restartPolicy") == "Never":  # a Job's pod
-            self.cluster.disconnect(self)
-            time.sleep(self.failures)
-            self.start()
-        else:
-            self.start_container()
+        self.cluster.disconnect(self)
+        time.sleep(self.failures)
+        self.start()
 
 
 class Namespace(Machine):
@@ -319,8 +246,13 @@ class Cluster:
             pod.machine = None
 
     def apply(self, documents):
-        """Start all pods of the documents and return them."""
-        return [Pod(self, *pod) for document in documents for pod in pods_of(document)]
+        """Start the pods of a Job (the last document, behind its Service), or a Pod. Return them.
+        """
+        name, spec = documents[-1]["metadata"]["name"], documents[-1]["spec"]
+        if documents[-1]["kind"] == "Pod":
+            return [Pod(self, name, spec)]
+        return [Pod(self, f"{name}-{index}", spec["template"]["spec"], index)
+                for index in range(spec["completions"])]
 
     def wait_until(self, what, condition):
         """Tend the pods until condition() is true. They hang if none prints a line for 90 s.

@@ -52,7 +52,7 @@ class Record:
     args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
     tolerance: float = 1e-3  # of relative differences by rounding
     found_file: bool = False  # that of --checkpoint, at the start
-    saved: bool = False  # it is there at the end
+    saved: bool | None = None  # it is there at the end. None: there is no flag --checkpoint
     stopped: bool = False  # by SIGTERM
     seconds: float = 0.0
 
@@ -126,15 +126,15 @@ def how_it_ended(path, status, log):
         name = signal.Signals(-status).name
         reason = " (is there too little memory?)" if name == "SIGKILL" else ""
         return f"was killed by {name}{reason} after:\n        {text.strip()[-300:]}"
-    errors = re.findall(r"^(?:[\w.]+Error|SystemExit|error|Parameters which).*|^\S+: error: .*",
-                        text if "SystemExit" in stack else stack, re.M)
+    errors = re.findall(r"^(?:[\w.]+Error|SystemExit|\tWeights|error|Parameters which).*|"
+                        r"^\S+: error: .*", text if "SystemExit" in stack else stack, re.M)
     frames = re.findall(rf'File ".*{re.escape(path)}", line (\d+)(?:,? in (\w+))?', stack)
     lines = ["waits in" if waits else "ends with an error in"]
     for number, name in [frame for frame in frames if frame[1]] or frames[-1:]:
         place = f"line {number}, {name}()" if name else f"line {number}"
         lines.append(f"{place}: {linecache.getline(path, int(number)).strip()}")
     lines += [] if waits else errors[-2:] or stack.splitlines()[-3:]
-    return "\n        ".join(line[:400] for line in lines)
+    return "\n        ".join(line.strip()[:400] for line in lines)
 
 
 def serve(work):

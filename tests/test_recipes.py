@@ -1,39 +1,75 @@
-"""Recipes: learning rates, optimizers, what a model is given, flips, crops, bfloat16."""
+"""Recipes and log: data files, images, rates, weight decay, bfloat16; what is printed is true."""
+
+import gzip
+import math
+import pickle
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
-from forked import train_to_end
-from recorder import FewPixels, use_small_model
-from scripts import DDP_SCRIPTS, SCRIPTS, load_script
+from harness import BEST, run_to_end
+from image_folder import write_images
+from PIL import Image
+from scripts import SCRIPTS, load_script
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import TensorDataset
+from torchvision import datasets, models
+from torchvision.transforms.v2.functional import to_pil_image
 
-WARMING_UP = [script for script in DDP_SCRIPTS if "fake" in SCRIPTS[script].data_flag]
-WITH_BF16 = [script for script in SCRIPTS if "bf16" in vars(load_script(script).parse_args([]))]
+DATA_SETS = {"mnist_dp": "MNIST", "cifar10_ddp": "CIFAR10", "fashionmnist_ddp": "FashionMNIST"}
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+AUGMENTING = ("fashionmnist_ddp", "cifar10_ddp")
+scripts_that_augment = pytest.mark.parametrize("script", AUGMENTING)
 
 
-@pytest.mark.parametrize("script", WARMING_UP)
+@pytest.fixture
+def cifar10():
+    return load_script("cifar10_ddp")
+
+
+class FewPixels(nn.Module):
+    """A small model in place of a CNN: the mean of an image's pixels to 10 logits."""
+
+    def __init__(self, *_):
+        super().__init__()
+        self.linear = nn.Linear(1, 10)
+
+    def forward(self, images):
+        return self.linear(images.flatten(1).mean(1, keepdim=True))
+
+
+# ---- learning rates, optimizers, bfloat16 ----
+@scripts_that_augment
 def test_the_rate_rises_for_a_fifth_of_the_steps_and_falls_to_zero(script):
     """Of 20 steps: it is at the peak in the fourth and fifth one."""
     module = load_script(script)
-    args = module.parse_args(["--fake-data"])
-    optimizer, scheduler = module.build_optimizer(args, nn.Linear(2, 2), 20)
-    peak = scheduler.base_lrs[0]
+    optimizer, scheduler = module.build_optimizer(module.parse_args([]), FewPixels(), 20)
     shares = []
-    for _ in range(20):
-        shares.append(optimizer.param_groups[0]["lr"] / peak)
+    for _ in range(21):
+        shares.append(optimizer.param_groups[0]["lr"] / scheduler.base_lrs[0])
         optimizer.step()
         scheduler.step()
-    expected = [0.25, 0.5, 0.75, 1, 1, *[number / 16 for number in range(15, 0, -1)]]
+    expected = [0.25, 0.5, 0.75, 1, 1, *[number / 16 for number in range(15, -1, -1)]]
     assert shares == pytest.approx(expected), f"{script}: shares of the peak rate are {shares}"
-    assert optimizer.param_groups[0]["lr"] == 0, f"{script}: the rate does not end at 0"
 
 
-def test_the_optimizer_of_cifar10():
-    """Weights decay, biases and norms do not."""
-    module = load_script("cifar10_ddp")
+@pytest.mark.parametrize("flags, rate", [([], 0.2), (["--pretrained"], 0.02),
+                                         (["--global-batch", "512"], 0.4),
+                                         (["--global-batch", "512", "--lr", "1"], 1)])
+def test_the_optimizer_of_cifar10(cifar10, flags, rate):
+    """--lr is the peak rate. Weights decay, biases and norms do not."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    optimizer, _ = module.build_optimizer(module.parse_args(["--fake-data"]), model, 20)
+    optimizer, scheduler = cifar10.build_optimizer(cifar10.parse_args(flags), model, 20)
+    assert scheduler.base_lrs == pytest.approx([rate, rate]), (
+        f"cifar10_ddp {flags}: the peak rate is {scheduler.base_lrs}, not {rate}")
     decays = {id(weight): group["weight_decay"] for group in optimizer.param_groups
               for weight in group["params"]}
     found = [decays[id(weight)] for weight in model.parameters()]
@@ -42,68 +78,372 @@ def test_the_optimizer_of_cifar10():
                for group in optimizer.param_groups), f"no Nesterov momentum: {optimizer}"
 
 
-def images_that_a_model_sees(script, images, training):
-    """Return what the script's step, or its evaluation, gives to the model."""
-    module = load_script(script)
-    args = module.parse_args(["--fake-data"])
-    seen = []
-    model = FewPixels().train(training)
-    model.register_forward_pre_hook(lambda model, inputs: seen.extend(inputs))
-    batch = images, torch.zeros(len(images)).long()
-    if hasattr(module, "scale"):
-        batch = module.scale(*batch)
-    if training:
-        batch = module.augment(args, *batch)
-    module.loss_and_counts(args, model, *batch)
-    return seen[0]
+@pytest.mark.parametrize("script, shape", [
+    ("mnist_dp", ()), ("fashionmnist_ddp", (1, 28, 28)), ("cifar10_ddp", (3, 32, 32)),
+    ("synthetic_ddp", (10,))])
+def test_bf16_computes_in_bfloat16(script, shape):
+    def see(layer, inputs, output):
+        if isinstance(layer, nn.Linear):
+            types.add(str(output.dtype))
+
+    module, types = load_script(script), set()
+    args = module.parse_args(["--bf16", "--epochs", "1"])
+    with register_module_forward_hook(see):
+        if script == "mnist_dp":  # whose model enters it
+            args.fake_data = 8
+            module.train(args)
+        else:
+            model = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 10))
+            module.loss_and_counts(args, model, torch.zeros(4, *shape), torch.zeros(4).long())
+    assert types == {"torch.bfloat16"}, f"{script} --bf16 computes in {types}"
 
 
+# ---- what a model is given ----
 @pytest.mark.parametrize("script", ["fashionmnist_ddp", "mnist_dp"])
-def test_pixels_are_scaled_to_1(script):
-    images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 1, 28, 28)
-    seen = images_that_a_model_sees(script, images, training=False)
-    found = [seen[0].unique().tolist(), seen[1].unique().tolist()]
-    assert found == [[0], [1]], f"{script}: black and white are {found}"
+def test_pixels_are_from_0_to_1(script):
+    module, images = load_script(script), torch.tensor([[[[0, 255]]]], dtype=torch.uint8)
+    if script == "mnist_dp":
+        seen = []
+        model = FewPixels()
+        model.register_forward_pre_hook(lambda model, inputs: seen.extend(inputs))
+        module.loss_and_counts(None, model, images, torch.zeros(1).long())
+    else:
+        seen = module.scale(images, None)
+    assert seen[0].flatten().tolist() == [0, 1], f"{script}: black and white are {seen[0]}"
 
 
-@pytest.mark.parametrize("script, size", [("fashionmnist_ddp", 28), ("cifar10_ddp", 32)])
-def test_half_of_the_images_are_mirrored_in_training_alone(script, size):
-    """They grow from left to right; cifar10_ddp shifts them, too."""
-    channels = 1 if script == "fashionmnist_ddp" else 3
-    images = torch.arange(size, dtype=torch.uint8).expand(400, channels, size, size)
-    for training, least, most in ((True, 150, 250), (False, 0, 0)):
-        seen = images_that_a_model_sees(script, images, training)
-        mirrored = (seen[:, 0, 0, 8] > seen[:, 0, 0, 20]).sum().item()
-        assert least <= mirrored <= most, (
-            f"{script}, training {training}: {mirrored} of 400 images are mirrored")
-        different = len(seen.unique(dim=0))
-        assert training or different == 1, f"{script}: equal images to validate become {different}"
+def test_images_are_scaled_as_pretrained_weights_expect(cifar10):
+    weights = models.ResNet18_Weights.DEFAULT.transforms()
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (weights.mean, weights.std))
+    expected = (images / 255 - mean) / deviation
+    error = (cifar10.scale(images, None)[0] - expected).abs().max().item()
+    assert error < 0.01, f"images differ by {error:.3f} from those of torchvision's weights"
 
 
-def test_cifar10_shifts_by_up_to_4_pixels():
+@scripts_that_augment
+def test_training_images_are_scaled_and_augmented_and_validation_images_are_scaled(script):
+    def change(module, rank, seen):
+        def see(args, model, images, labels):
+            seen.append((model.training, set((images[:, 3] % 1).tolist())))
+            return loss_and_counts(args, model, images, labels)
+
+        def load_whole_numbers(args):
+            sets = load_data(args)
+            for data in sets:
+                inputs = data.tensors[0] if isinstance(data, TensorDataset) else data[0]
+                inputs.floor_()
+            return sets
+
+        load_data, loss_and_counts = module.load_data, module.loss_and_counts
+        module.load_data, module.loss_and_counts = load_whole_numbers, see
+        module.scale = lambda images, labels: (images + 0.5, labels)
+        module.augment = lambda args, images, labels: (images + 0.25, labels)
+
+    (rank,) = run_to_end(script, "--global-batch", 16, "--epochs", 1, nproc=1, change=change)
+    found = {(training, *parts) for training, *rest in rank.seen if isinstance(training, bool)
+             for parts in rest}
+    assert found == {(True, 0.75), (False, 0.5)}, (
+        f"{script}: scale() adds 0.5, augment() 0.25; the loss gets (training, fraction) {found}")
+
+
+@scripts_that_augment
+def test_half_of_the_images_are_mirrored(script):
+    """They grow from left to right."""
+    size = 28 if script == "fashionmnist_ddp" else 32
+    images = torch.arange(size).float().expand(400, 3, size, size)
+    found, _ = load_script(script).augment(None, images, torch.zeros(400))
+    mirrored = (found[:, 0, 0, 8] > found[:, 0, 0, 20]).sum().item()
+    assert 150 <= mirrored <= 250, f"{script}: {mirrored} of 400 images are mirrored"
+
+
+def test_cifar10_shifts_by_up_to_4_pixels(cifar10):
     """An image has its column in red and its row in green. Some are mirrored."""
-    rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
-    images = torch.stack([columns, rows, rows]).float().expand(3000, 3, 32, 32)
-    shifted, _ = load_script("cifar10_ddp").augment(None, images, torch.zeros(3000))
+    rows, columns = torch.meshgrid(torch.arange(32.), torch.arange(32.), indexing="ij")
+    images = torch.stack([columns, rows, rows]).expand(3000, 3, 32, 32)
+    shifted, _ = cifar10.augment(None, images, torch.zeros(3000))
     found = {tuple(map(int, image)) for image in shifted[:, :2, 16, 16]}
     expected = {(column, row) for column in range(11, 21) for row in range(12, 21)}
     assert found == expected, f"the pixel in the middle comes from {len(found)} places: {found}"
 
 
-@pytest.mark.parametrize("script", WITH_BF16)
-def test_bfloat16_in_training_and_evaluation(script):
-    def setup(module, rank):
-        def see(layer, inputs, output):
-            if isinstance(layer, nn.Linear):
-                types.add((layer.training, str(output.dtype)))
+# ---- a folder of images, pretrained weights ----
+@pytest.mark.parametrize("command, named", [
+    ("mv val/dog val/wolf", "wolf"), ("mkdir train/bird; cp train/cat/0.png train/bird", "bird")])
+def test_other_classes_to_train_than_to_validate_are_an_error(cifar10, tmp_path, command, named):
+    """The labels of one set would be other classes' in the other one."""
+    folder = write_images(tmp_path / "images")
+    subprocess.run(["bash", "-c", command], cwd=folder, check=True, timeout=30)
+    with pytest.raises(SystemExit, match=f"error: .*{named}"):
+        cifar10.load_data(cifar10.parse_args(["--image-folder", str(folder)]))
+        pytest.fail(f"{command}: other classes to train than to validate are not refused")
 
-        types = set()
-        if script != "mnist_dp":  # whose model enters it
-            use_small_model(module)
-        register_module_forward_hook(see)
-        return types
 
-    flags = [SCRIPTS[script].data_flag, 32, "--global-batch", 8, *SCRIPTS[script].no_children]
-    (types,) = train_to_end(script, *flags, "--epochs", 1, "--bf16", setup=setup).results
-    expected = {(True, "torch.bfloat16"), (False, "torch.bfloat16")}
-    assert types == expected, f"{script} --bf16: layers (in training?) compute in {types}"
+def test_images_to_train_are_cropped_at_random_and_those_to_validate_keep_proportions(cifar10,
+                                                                                      tmp_path):
+    """The first channel of an image grows to the right, the second one downwards, equally fast."""
+    rows, columns = torch.meshgrid(torch.arange(60), torch.arange(120), indexing="ij")
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        image = to_pil_image(torch.stack([columns, rows, rows]).to(torch.uint8))
+        image.save(tmp_path / part / "cat/0.png")
+    args = cifar10.parse_args(["--image-folder", str(tmp_path), "--image-size", "28"])
+    train_set, val_set = cifar10.load_data(args)
+    found = val_set[0][0]
+    shapes = {found.shape, train_set[0][0].shape}
+    assert shapes == {(3, 28, 28)}, f"--image-size 28 makes images {shapes}"
+    spans = [channel.max().item() - channel.min().item() for channel in found[:2]]
+    assert abs(spans[0] - spans[1]) <= 3, f"images to validate are squeezed: they span {spans}"
+    crops = {train_set[0][0].float().mean().item() for _ in range(8)}
+    assert len(crops) > 1, "images to train are not cropped at random"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_a_transparent_ground_is_gray(cifar10, tmp_path, mode):
+    image = Image.new("RGBA", (2, 1), "black")
+    image.putpixel((1, 0), (0, 0, 0, 0))
+    image.convert(mode).save(tmp_path / "image.png")
+    found = [cifar10.read_image(tmp_path / "image.png", 64).getpixel((x, 0)) for x in (0, 1)]
+    assert found == [(0, 0, 0), (128, 128, 128)], f"{mode}: black, transparent are read as {found}"
+
+
+def test_a_photograph_is_upright_and_as_large_as_its_crops_need(cifar10, tmp_path):
+    """A crop may have 8 % of its area."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned
+    Image.new("RGB", (4000, 3000)).save(tmp_path / "image.jpg", exif=exif)
+    width, height = cifar10.read_image(tmp_path / "image.jpg", 224).size
+    assert width < height, "a photograph that was taken upright is read as a broad one"
+    assert height < 4000, f"a photograph of 12 megapixels is decoded at {width} x {height} for 224"
+    assert 0.08 * width * height > 224 ** 2, f"{width} x {height} is too small for crops of 224"
+
+
+def test_an_image_that_cannot_be_read_is_named(cifar10, tmp_path):
+    Image.new("RGB", (64, 64)).save(tmp_path / "half.jpg")
+    content = (tmp_path / "half.jpg").read_bytes()
+    (tmp_path / "half.jpg").write_bytes(content[:len(content) // 2])
+    with pytest.raises(RuntimeError, match="half.jpg"):
+        cifar10.read_image(tmp_path / "half.jpg", 64)
+        pytest.fail("half an image is read")
+
+
+@pytest.mark.parametrize("flags, small", [
+    (["--image-folder", "DIR"], False), (["--pretrained"], False), (["--model", "resnet50"], False),
+    ([], True)])
+def test_resnet18_has_another_first_layer_for_small_images_alone(cifar10, flags, small,
+                                                                 monkeypatch):
+    """Pretrained weights do not fit another one. Images of CIFAR-10 are enlarged for the others."""
+    args = cifar10.parse_args(flags)
+    args.classes = list("0123456789")
+    get_model = models.get_model
+    monkeypatch.setattr(models, "get_model", lambda name, weights=None, **more: get_model(
+        name, **more))
+    found = cifar10.build_model(args).conv1.kernel_size, cifar10.resize(
+        args, torch.zeros(2, 3, 32, 32)).shape[-1]
+    expected = ((3, 3), 32) if small else ((7, 7), 224)
+    assert found == expected, f"cifar10_ddp {flags}: first layer, size of images are {found}"
+
+
+def test_pretrained_weights_are_all_but_those_of_the_last_layer(cifar10, tmp_path, monkeypatch,
+                                                                capsys):
+    """Modules of mnasnet read the weights' version. The log names the others."""
+    url = models.get_model_weights("mnasnet0_5").DEFAULT.url
+    file = tmp_path / "hub/checkpoints" / Path(url).name
+    file.parent.mkdir(parents=True)
+    weights = models.get_model("mnasnet0_5").state_dict()
+    torch.save(weights, file)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    args = cifar10.parse_args(["--image-folder", "DIR", "--model", "mnasnet0_5", "--pretrained"])
+    args.classes = ["cat", "dog"]
+    state = cifar10.build_model(args).state_dict()
+    others = [name for name in weights if not torch.equal(state[name], weights[name])]
+    last_layer = ["classifier.1.weight", "classifier.1.bias"]
+    assert others == last_layer, f"--pretrained: these are not the pretrained weights: {others}"
+    named = set(re.findall(r"[\w.]+\.[\w.]+", capsys.readouterr().out))
+    assert named == set(last_layer), f"new weights are {last_layer}, and the log names {named}"
+
+
+# ---- data files ----
+def write_mnist(folder, parts):
+    """Write files as MNIST and FashionMNIST have them."""
+    for name, images, labels in zip(("train", "t10k"), *parts):
+        for kind, tensor in (("images-idx3", images[:, 0]), ("labels-idx1", labels)):
+            header = struct.pack(f">{1 + tensor.dim()}I", 0x800 + tensor.dim(), *tensor.shape)
+            (folder / f"{name}-{kind}-ubyte").write_bytes(header + tensor.numpy().tobytes())
+
+
+def write_cifar10(folder, parts):
+    """Write files as CIFAR-10 has them: five to train, one to test."""
+    files = {"batches.meta": {"label_names": list("abcdefghij")}}
+    for names, images, labels in zip((datasets.CIFAR10.train_list, datasets.CIFAR10.test_list),
+                                     *parts):
+        for (name, _), *batch in zip(names, images.chunk(len(names)), labels.chunk(len(names))):
+            files[name] = {"data": batch[0].flatten(1).numpy(), "labels": batch[1].tolist()}
+    for name, content in files.items():
+        (folder / name).write_bytes(pickle.dumps(content))
+
+
+@pytest.mark.parametrize("script, name", DATA_SETS.items())
+def test_the_training_set_trains_and_the_test_set_validates(script, name, tmp_path, monkeypatch):
+    images = torch.randint(256, (60, 3 if name == "CIFAR10" else 1, 28, 28), dtype=torch.uint8)
+    if name == "CIFAR10":
+        images = torch.nn.functional.pad(images, (2, 2, 2, 2))
+        monkeypatch.setattr(datasets.cifar, "check_integrity", lambda *_: True)
+    labels = (torch.arange(60) % 7).to(torch.uint8)
+    parts = images.split((48, 12)), labels.split((48, 12))
+    folder = tmp_path / ("cifar-10-batches-py" if name == "CIFAR10" else f"{name}/raw")
+    folder.mkdir(parents=True)
+    (write_cifar10 if name == "CIFAR10" else write_mnist)(folder, parts)
+    module = load_script(script)
+    sets = module.load_data(module.parse_args(["--data-dir", str(tmp_path)]))
+    for number, data in enumerate(sets):
+        found = data.tensors if isinstance(data, TensorDataset) else data
+        assert torch.equal(found[0], parts[0][number]), f"{script}: set {number} has other images"
+        assert torch.equal(found[1], parts[1][number].long()), (
+            f"{script}: set {number} has the labels {found[1].tolist()}")
+
+
+@pytest.mark.parametrize("script, name", DATA_SETS.items())
+def test_a_download_has_a_timeout(script, name, tmp_path, monkeypatch):
+    """No server is at this address."""
+    def connect(*arguments, **options):
+        timeouts.append(socket.getdefaulttimeout())
+        raise ConnectionRefusedError
+
+    module, timeouts = load_script(script), []
+    for attribute in ("url", "mirrors"):
+        address = "http://127.0.0.1:9/"
+        value = [address] if attribute == "mirrors" else address
+        monkeypatch.setattr(getattr(datasets, name), attribute, value, raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(socket, "create_connection", connect)
+    socket.setdefaulttimeout(None)
+    try:
+        with pytest.raises(Exception, match=r"opening|urlopen|refused"):
+            getattr(module, "prepare_data", module.train)(
+                module.parse_args(["--data-dir", str(tmp_path)]))
+            pytest.fail(f"{script} does not download {name}")
+    finally:
+        socket.setdefaulttimeout(None)
+    assert set(timeouts) == {60}, f"{script}: a server that does not answer: {timeouts} seconds"
+
+
+@pytest.mark.slow
+def test_fashion_mnist_is_learned(tmp_path):
+    """One epoch on the first 2,000 images."""
+    def change(module, rank, seen):
+        load_data = module.load_data
+        module.load_data = lambda args: [[tensor[:size] for tensor in data] for data, size in zip(
+            load_data(args), (2000, 500))]
+
+    if not DEBIAN.exists():
+        pytest.skip("requires the real images: apt-get install dataset-fashion-mnist")
+    (tmp_path / "FashionMNIST/raw").mkdir(parents=True)
+    for archive in DEBIAN.glob("*.gz"):
+        (tmp_path / "FashionMNIST/raw" / archive.stem).write_bytes(
+            gzip.decompress(archive.read_bytes()))
+    rank, _ = run_to_end("fashionmnist_ddp", "--data-dir", tmp_path, "--epochs", 1,
+                         "--global-batch", 16, problem="own", change=change)
+    accuracy = float(re.search(r"val_accuracy ([\d.]+)", rank.text)[1])
+    assert accuracy > 0.7, f"real images are not learned:\n{rank.text}"
+
+
+# ---- what is printed ----
+class SlowSet(TensorDataset):
+    """Reading a sample takes seconds of a clock."""
+
+    def __init__(self, tensors, clock, seconds):
+        super().__init__(*tensors)
+        self.clock, self.seconds = clock, seconds
+
+    def __getitem__(self, index):
+        self.clock.append(self.seconds)
+        return super().__getitem__(index)
+
+
+def with_clock(module, rank, seen):
+    """Let a step of 4 samples of a process take 2 seconds, an evaluation more than 1,000.
+
+    Rank 0 waits for its samples for a quarter of this time, rank 1 for three quarters.
+    """
+    def load_slow_data(args):
+        sets = load_data(args)
+        if isinstance(sets[0], TensorDataset):
+            seconds = (wait / 4, 1)
+            sets = [SlowSet(data.tensors, clock, time) for data, time in zip(sets, seconds)]
+        return sets
+
+    def compute(args, model, *batch):
+        clock.append((2 - wait) * len(batch[0]) / 4 if model.training else 1000)
+        return loss_and_counts(args, model, *batch)
+
+    clock, load_data, loss_and_counts = [], module.load_data, module.loss_and_counts
+    wait = 0.0 if "fashionmnist" in module.__name__ else (0.5, 1.5)[rank]
+    module.load_data, module.loss_and_counts = load_slow_data, compute
+    time.monotonic = time.perf_counter = lambda: sum(clock)
+
+
+@pytest.mark.parametrize("script", BEST)
+def test_rate_speed_wait_and_time_left_are_true(script):
+    """Two processes, 2 epochs of 7 steps of 8 samples. wait is that of the slowest process."""
+    more = ["--log-every", 4] if script == "cifar10_ddp" else []
+    flags = ["--global-batch", 8, "--epochs", 2, "--lr", 0.1, *more]
+    text = run_to_end(script, *flags, change=with_clock)[0].text
+    found = re.findall(r"^epoch \d/2 .*  (lr .*)", text, re.MULTILINE)
+    wait = "" if script == "fashionmnist_ddp" else "  wait 75%"
+    expected = [f"lr {rate}  seconds 14.0  samples/s 4{wait}" for rate in (0.1, 0.05)]
+    assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
+    found = re.findall(r"step (\d+)(?:/14| of this epoch)  loss [\d.]+(.*)", text)
+    expected = 2 * [("6", "")]  # after 10 seconds
+    if script == "cifar10_ddp":  # every 4 seconds, from an epoch's first step on
+        expected = [(str(step), f"  4 samples/s  wait 75%  0:00:{2 * (14 - step):02} left")
+                    for step in (3, 5, 7, 10, 12, 14)]
+    assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_lines_are_printed_at_once(script, tmp_path, monkeypatch):
+    """To a file, as in Slurm: what a process that is killed has not written there is lost."""
+    module = load_script(script)
+    with open(tmp_path / "log", "w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        if script == "mnist_dp":
+            module.CNN = FewPixels
+            module.train(module.parse_args(["--fake-data", "8", "--epochs", "1"]))
+        else:
+            module.log("epoch 1/1  loss ")
+        assert "epoch 1/1  loss " in (tmp_path / "log").read_text(), (
+            f"{script}: a line is not in the log when it is printed")
+
+
+def test_mnist_dp_uses_each_image_once_and_prints_means(monkeypatch, capsys):
+    """40 images in steps of 16, 16 and 8, and 10 to validate. The rate falls after each epoch."""
+    def see(args, model, images, labels):
+        loss, counts = loss_and_counts(args, model, images, labels)
+        numbers = [int(image[0, 0, 0]) for image in images]
+        seen[model.training].append((numbers, loss.item(), counts.item()))
+        return loss, counts
+
+    images = torch.arange(50, dtype=torch.uint8).view(50, 1, 1, 1).expand(50, 1, 28, 28)
+    labels = torch.arange(50) % 10
+    module, seen, rates = load_script("mnist_dp"), {True: [], False: []}, []
+    loss_and_counts = module.loss_and_counts
+    module.load_data = lambda args: ((images[:40], labels[:40]), (images[40:], labels[40:]))
+    module.CNN, module.loss_and_counts = FewPixels, see
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    module.train(module.parse_args(["--fake-data", "40", "--global-batch", "16", "--epochs", "2",
+                                    "--lr", "0.5"]))
+    hook.remove()
+    assert rates == [0.5, 0.5, 0.5, 0.25, 0.25, 0.25], f"the rates of six steps are {rates}"
+    lines = re.findall(r"^epoch .*", capsys.readouterr().out, re.MULTILINE)
+    for training, first, count, steps, prefix in ((True, 0, 40, 3, ""), (False, 40, 10, 1, "val_")):
+        for epoch, line in enumerate(lines):
+            part = seen[training][epoch * steps:(epoch + 1) * steps]
+            numbers = sorted(number for batch, _, _ in part for number in batch)
+            assert numbers == [*range(first, first + count)], (
+                f"epoch {epoch + 1}, training {training}: it uses the images {numbers}")
+            loss = sum(len(batch) * loss for batch, loss, _ in part) / count
+            accuracy = sum(counts for _, _, counts in part) / count
+            expected = f"  {prefix}loss {loss:.4f}  {prefix}accuracy {accuracy:.4f}  "
+            assert expected in line, f"no {expected} in {line}"

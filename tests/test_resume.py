@@ -93,21 +93,22 @@ def assert_same_files(path, expected, what):
 
 # ---- killed at any place ----
 PLACES = {
-    "before the first save": lambda module: kill_at(module, "save", 1),
-    "in a step": in_a_step,
-    "in a write of a file": lambda module: kill_at(os, "fsync", 3),
-    "in the rename of a file": lambda module: kill_at(os, "replace", 3),
+    "in the first write": lambda module: kill_at(os, "fsync", 1),
+    "in a rename": lambda module: kill_at(os, "replace", 3),
     "in an evaluation": lambda module: kill_at(module, "evaluate", 2),
+    "in a step": in_a_step,
 }
 
 
-@pytest.mark.parametrize("script, place, nproc", [
-    *[(script, place, 2) for script in SCRIPTS for place in PLACES
-      if script in BEST or "evaluation" not in place],
-    *[(script, "in a step", 1) for script in SCRIPTS]])
-def test_killed_and_resumed_bit_for_bit(script, place, nproc, whole, tmp_path):
-    """With dropout, BatchNorm and random transforms. What was written half does not disturb."""
-    path = tmp_path / "run.pt"
+@pytest.mark.parametrize("script, place", [
+    (script, place) for script in SCRIPTS for place in PLACES
+    if script in BEST or "evaluation" not in place])
+def test_killed_and_resumed_bit_for_bit(script, place, whole, tmp_path):
+    """With dropout, BatchNorm and random transforms. What was written half does not disturb.
+
+    In a step, on one process: on two, see the test of flags that may change.
+    """
+    path, nproc = tmp_path / "run.pt", 1 + (place != "in a step")
     what = f"{script} on {nproc} processes, killed {place}"
     kill(script, *noisy(script, path), at=PLACES[place], nproc=nproc)
     if (script, place) == (CIFAR, "in an evaluation"):
@@ -115,11 +116,40 @@ def test_killed_and_resumed_bit_for_bit(script, place, nproc, whole, tmp_path):
         assert step == 2 * STEPS, f"{what} of epoch 2, has saved step {step}: training is lost"
     ranks = run_to_end(script, *noisy(script, path), nproc=nproc, problem="noisy")
     resumed = "resumed after" in ranks[0].text
-    assert resumed == (place != "before the first save"), f"{what}: {ranks[0].text}"
+    assert resumed == (place != "in the first write"), f"{what}: {ranks[0].text}"
     assert_same_files(path, whole(script, nproc), what)
     texts = (ranks[0].text, whole(script, nproc).with_suffix(".log").read_text())
     found, expected = (re.findall(r"\bval_loss \S+", text)[-1:] for text in texts)
     assert found == expected, f"{what}: the last result is {found}, not {expected}"
+
+
+@scripts
+def test_killed_in_a_step_and_resumed_with_other_flags_that_may_change(script, whole, stopped,
+                                                                       tmp_path):
+    """Those of rank 0 alone need the file. A new flag, whose default is None, may be missing."""
+    def change(module, rank, seen):
+        def parse_args():
+            args = plain()
+            args.new = None
+            return args
+
+        plain, module.parse_args = module.parse_args, parse_args
+        if rank == 1:
+            sys.argv += ["--checkpoint", str(tmp_path / "not-here.pt")]
+
+    more = {"timeout": 77, "save_every": 1, "log_every": 1, "data_dir": "elsewhere"}
+    if script == CIFAR:
+        more["workers"] = 2
+    changed = [word for name, value in more.items()
+               if name in vars(load_script(script).parse_args([]))
+               for word in (f"--{name.replace('_', '-')}", value)]
+    path = copy_files(stopped(script), tmp_path)
+    ranks = run_to_end(script, *noisy(script, path), *changed, problem="noisy", change=change)
+    assert "resumed after" in ranks[0].text, f"{script} starts over\n{ranks[0].text}"
+    found = torch.load(path)
+    del found["run"]["new"]
+    torch.save(found, path)
+    assert_same_files(path, whole(script), f"{script} is killed in a step, {changed}")
 
 
 @pytest.mark.parametrize("script, folder", [*[(script, "") for script in SCRIPTS],
@@ -152,11 +182,11 @@ def test_resumed_on_other_numbers_of_processes(script, tmp_path):
 
 @scripts
 def test_a_finished_run_trains_no_more(script, whole, tmp_path):
-    path = copy_files(whole(script), tmp_path)
-    ranks = run_to_end(script, *noisy(script, path), problem="noisy")
-    steps = [event for rank in ranks for event in rank.seen if event[0] == "step"]
-    assert not steps, f"{script}, started again after its end, trains\n{text_of(ranks)}"
-    assert_same_files(path, whole(script), f"{script} is started after its end")
+    path = copy_files(whole(script, 1), tmp_path)
+    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1)
+    steps = [event for event in rank.seen if event[0] == "step"]
+    assert not steps, f"{script}, started again after its end, trains\n{rank.text}"
+    assert_same_files(path, whole(script, 1), f"{script} is started after its end")
 
 
 # ---- a run whose state is the step ----
@@ -310,24 +340,25 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
 
 
 @scripts
-def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, stopped, tmp_path):
+def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, whole, tmp_path):
     """It would be a second copy of the model and the optimizer in each process."""
     def change(module, rank, seen):
         def resume(checkpoint, *arguments):
             tensors.extend(map(weakref.ref, checkpoint["model"].values()))
-            return plain(checkpoint, *arguments)
+            return plain_resume(checkpoint, *arguments)
 
-        def check_model(*arguments):
+        def close_group():
             print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
+            plain_close()
 
         tensors = []
-        plain, module.resume, module.check_model = module.resume, resume, check_model
+        plain_resume, module.resume = module.resume, resume
+        plain_close, module.close_group = module.close_group, close_group
 
-    ranks = run_to_end(script, *noisy(script, copy_files(stopped(script), tmp_path)),
-                       problem="noisy", change=change)
-    for rank in ranks:
-        assert re.search("kept: 0 of [1-9]", rank.text), (
-            f"{script} keeps tensors of its checkpoint:\n{rank.text}")
+    path = copy_files(whole(script, 1), tmp_path)
+    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
+    assert re.search("kept: 0 of [1-9]", rank.text), (
+        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- files that are refused ----
@@ -389,62 +420,50 @@ def test_any_other_value_of_a_flag_is_another_run(script, stopped, tmp_path):
         assert f"{name} was other, is" in text, f"{script} resumes with another {name}:\n{text}"
 
 
-@scripts
-def test_another_number_of_samples_is_another_run(script, stopped, tmp_path):
-    """As of a data set that has grown since."""
+def last_left_out(data):
+    if isinstance(data, torch.utils.data.Dataset):
+        return torch.utils.data.Subset(data, range(len(data) - 1))
+    return [tensor[:-1] for tensor in data]
+
+
+def reversed_order(data):
+    return [tensor.flip(0) for tensor in data]
+
+
+@pytest.mark.parametrize("script, part, edit, named", [
+    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in SCRIPTS],
+    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST],
+    ("fashionmnist_ddp", 0, reversed_order, "labels_checksum was ")])
+def test_other_samples_are_another_run(script, part, edit, named, stopped, tmp_path):
+    """As of a data set that has grown since, or of files that are listed in another order."""
     def change(module, rank, seen):
         def load_data(args):
             data = plain(args)
-            train_set = data if script == "cpu_ddp" else data[0]
-            if script in LOADER:
-                few = torch.utils.data.Subset(train_set, range(len(train_set) - 1))
-            else:
-                few = [tensor[:-1] for tensor in train_set]
-            return few if script == "cpu_ddp" else (few, data[1])
+            if script == "cpu_ddp":
+                return edit(data)
+            return [edit(item) if number == part else item for number, item in enumerate(data)]
 
         plain, module.load_data = module.load_data, load_data
 
     path = copy_files(stopped(script), tmp_path)
-    assert "samples" in refused(script, path, "with a sample less", change)
+    text = refused(script, path, "with other samples", change)
+    assert named in text, f"{script} must say {named!r}:\n{text}"
     assert not unequal(path, stopped(script)), f"{script} changes a file that it refuses"
 
 
 @scripts
-def test_a_new_flag_of_a_copy_is_compared_without_being_named_anywhere(script, whole, tmp_path):
-    """Of any type. A file that lacks it is still good, if its default is None."""
-    def change_to(value):
-        def change(module, rank, seen):
-            def parse_args():
-                args = plain()
-                args.new = value
-                return args
-
-            plain, module.parse_args = module.parse_args, parse_args
-
-        return change
-
-    path = copy_files(whole(script, 1), tmp_path)
-    run_to_end(script, *noisy(script, path), nproc=1, problem="noisy", change=change_to(None))
-    text = refused(script, path, "with a new flag", change_to(Path("a")))
-    assert "new was None, is a" in text, f"{script}: a new flag is not named:\n{text}"
-
-
-@scripts
-def test_flags_that_may_change(script, whole, stopped, tmp_path):
-    """Those of rank 0 alone need the file: the other rank looks for another one."""
+def test_a_new_flag_of_a_copy_is_compared_without_being_named_anywhere(script, stopped, tmp_path):
+    """Of any type."""
     def change(module, rank, seen):
-        if rank == 1:
-            sys.argv += ["--checkpoint", str(tmp_path / "not-here.pt")]
+        def parse_args():
+            args = plain()
+            args.new = Path("a")
+            return args
 
-    more = {"timeout": 77, "save_every": 1, "log_every": 1, "data_dir": "elsewhere"}
-    if script == CIFAR:
-        more["workers"] = 2
-    changed = [word for name, value in more.items()
-               if name in vars(load_script(script).parse_args([]))
-               for word in (f"--{name.replace('_', '-')}", value)]
-    path = copy_files(stopped(script), tmp_path)
-    run_to_end(script, *noisy(script, path), *changed, problem="noisy", change=change)
-    assert_same_files(path, whole(script), f"{script} is resumed with {changed}")
+        plain, module.parse_args = module.parse_args, parse_args
+
+    text = refused(script, copy_files(stopped(script), tmp_path), "with a new flag", change)
+    assert "new was None, is a" in text, f"{script}: a new flag is not named:\n{text}"
 
 
 # ---- kills of every kind, at random moments, by the real command ----

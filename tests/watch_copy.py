@@ -27,6 +27,7 @@ import torch
 import torch._dynamo  # as the first optimizer does: once, before the processes are forked
 from scratch import Record, load, serve
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, Subset
 
 with contextlib.suppress(ImportError):
@@ -138,9 +139,9 @@ class Training:
         call = Call(function, arguments, options)
         samples = self.rows or rows(call.batch)
         before = random_numbers()
-        result = self.at_loss(call)
+        result = call.of_samples() if self.evaluation else self.at_loss(call)
         if self.evaluation and call.model is not None:
-            self.evaluation["draws"] |= random_numbers() != before
+            self.evaluation["draws"] |= call.draws or random_numbers() != before
             self.evaluation["dropout"] |= any(isinstance(part, torch.nn.Dropout) and part.training
                                               for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
@@ -207,7 +208,8 @@ class Training:
                     item, (torch.nn.Module, torch.optim.Optimizer)):
                 self.record.state[name] = digest(item.state_dict())
         self.record.state.update({name: digest(value) for name, value in self.progress.items()})
-        self.record.saved = os.path.exists(getattr(args, "checkpoint", None) or "")
+        if hasattr(args, "checkpoint"):
+            self.record.saved = os.path.exists(args.checkpoint or "")
 
     def weights(self):
         """Return all weights of saved models, and of the optimizers, by name."""
@@ -256,7 +258,7 @@ class Loss(Training):
             call.model.train(training)
             before = random_numbers(), digest([*call.model.buffers()])
             with torch.set_grad_enabled(training):
-                losses = [floats(call.again(lambda value: some_rows(value, *part)))[0]
+                losses = [floats(call.of_samples(lambda value: some_rows(value, *part)))[0]
                           for part in ((0, 10), (0, 3), (3, 10))]
             after = random_numbers(), digest([*call.model.buffers()])
             self.record.loss[mode] = {"losses": losses, "varies": after != before}
@@ -264,7 +266,14 @@ class Loss(Training):
 
 
 class Gradients(Training):
-    """Records the gradients of two steps in evaluation mode: without dropout and BatchNorm."""
+    """Records the gradients of two steps in evaluation mode: without dropout and BatchNorm.
+
+    Random numbers of a Dataset, and in the loss, are those of a sample: not of a process or step.
+    """
+
+    def see_data(self, *arguments, **options):
+        Few.seeded = True
+        return super().see_data(*arguments, **options)
 
     def at_augment(self, call):
         # As it is: augment() draws other random numbers in each process
@@ -273,7 +282,7 @@ class Gradients(Training):
     def at_loss(self, call):
         if call.model is not None:
             call.model.eval()
-        return call.again()
+        return call.of_samples()
 
     def at_step(self):
         if len(self.record.steps) == 2 * len(self.optimizers):
@@ -304,11 +313,53 @@ class Call:
         models = [value for value in values if isinstance(value, torch.nn.Module)]
         self.model = models[0] if models else None
         self.batch = [value for value in values if not is_constant(value)]
+        self.draws = False  # random numbers of torch, those of its samples
 
     def again(self, change=lambda value: value):
         """Call the function, with other values for the parts of its batch."""
         return self.function(*map(change, self.arguments), **{
             name: change(value) for name, value in self.options.items()})
+
+    def of_samples(self, change=lambda value: value):
+        """Call it. If it draws random numbers of torch, draw those of its samples instead."""
+        state = torch.get_rng_state()
+        result = self.again(change)
+        samples = rows([change(value) for value in self.batch])
+        if torch.equal(torch.get_rng_state(), state) or not samples:
+            return result
+        self.draws = True
+        torch.set_rng_state(state)
+        with OfSamples([int(sample[0], 16) % 2**63 for sample in samples]):
+            return self.again(change)
+
+
+class OfSamples(TorchDispatchMode):
+    """Draws random numbers for each sample of a batch by a seed of its own."""
+
+    def __init__(self, seeds):
+        super().__init__()
+        self.seeds = seeds
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        draw = functools.partial(function, **(options or {}))
+        returns = [str(result.type) for result in function._schema.returns]
+        draws = torch.Tag.nondeterministic_seeded in function.tags and returns == ["Tensor"]
+        if not draws or not any(self.row(value, 0) is not value for value in arguments):
+            return draw(*arguments)
+        state = torch.get_rng_state()
+        drawn = []
+        for number, seed in enumerate(self.seeds):
+            torch.default_generator.manual_seed(seed)
+            drawn.append(draw(*[self.row(value, number) for value in arguments]))
+        torch.set_rng_state(state)
+        return arguments[0] if function._schema.is_mutable else torch.cat(drawn)
+
+    def row(self, value, number):
+        """Return an argument for a single sample: of a tensor, its row, and of a shape, [1, ...]"""
+        count = len(self.seeds)
+        if isinstance(value, torch.Tensor) and value.shape[:1] == (count,):
+            return value[number:number + 1]
+        return [1, *value[1:]] if isinstance(value, list) and value[:1] == [count] else value
 
 
 def some_rows(values, first, last):
@@ -396,13 +447,24 @@ def few(data, count):
     indices = [index * size(data) // count for index in range(count)]
     if are_tensors(data):
         return tuple(part[indices] for part in data)
+    if isinstance(data, list):
+        return [data[index] for index in indices]
     if type(data) is Subset:
-        return Subset(data.dataset, [data.indices[index] for index in indices])
-    return [data[index] for index in indices] if isinstance(data, list) else Few(data, indices)
+        return Few(data.dataset, [data.indices[index] for index in indices])
+    return Few(data, indices)
 
 
 class Few(Subset):
     """Some samples of a data set, with its attributes: of labels, those of these samples."""
+    seeded = False  # each sample has random numbers of its own
+
+    def __getitem__(self, index):
+        if self.seeded and isinstance(index, int):
+            seed(index)
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
 
     def __getattr__(self, name):
         if name == "dataset":  # while this object is unpickled
@@ -413,12 +475,17 @@ class Few(Subset):
         return value
 
 
+def seed(number):
+    """Seed the random numbers of torch, Python and numpy."""
+    random.seed(number)
+    torch.default_generator.manual_seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
 def sample(data, index):
     """Return a text that equal samples share, also if they are transformed at random."""
-    random.seed(0)
-    torch.default_generator.manual_seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
+    seed(0)
     return digest([part[index] for part in data] if are_tensors(data) else data[index])
 
 

@@ -1,26 +1,29 @@
-"""The sbatch files, srun and the two-terminal scripts, on a real Slurm (slurm_lab.py).
+"""A job gets what it requests, and comes back when it is stopped: the sbatch files on a real Slurm.
 
 There are three kinds of jobs. In most, a program that takes the place of torchrun and python shows
 what it was given. Some train. Others are disturbed, all side by side, and their final weights are
-compared bit for bit with those of the same training outside Slurm.
+compared bit for bit with those of the same training outside Slurm. (The cluster: slurm_lab.py)
 """
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from checkpoints import difference, load_checkpoint
+import torch
 from copies import make_copy
-from forked import train_to_end
 from scripts import ROOT, SCRIPTS
 from slurm_lab import Lab, booted, reason_to_skip, write_program
 
-pytestmark = pytest.mark.slurm
+slurm = pytest.mark.slurm
+FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
+JOB = (ROOT / "slurm/job.sh").read_text()
 
 # Cores of each node, and hyperthreads of a core. c12 has one core, c13 one of two hyperthreads.
 NODES = [(2, 1)] * 11 + [(1, 1), (1, 2)]
@@ -158,6 +161,7 @@ def lab():
         yield lab
 
 
+@slurm
 def test_key_of_the_cluster_is_private(lab):
     mode = (lab.root / "my cluster/munge.key").stat().st_mode & 0o777
     assert mode == 0o600, f"munge.key has the permissions {mode:o}"
@@ -259,11 +263,13 @@ def assert_given(lab, job, row):
     assert lab.restarts(job) == 0, f"a job that has saved nothing was requeued:\n{output}"
 
 
+@slurm
 @pytest.mark.parametrize("name", GIVEN)
 def test_tasks_are_given(lab, given_jobs, name):
     assert_given(lab, given_jobs[name], GIVEN[name])
 
 
+@slurm
 def test_jobs_of_a_node_use_other_ports(lab, given_jobs):
     ports = {}
     for name in ("torchrun", "gres"):
@@ -272,6 +278,7 @@ def test_jobs_of_a_node_use_other_ports(lab, given_jobs):
     assert len(set(ports.values())) == len(ports), f"jobs would meet at the same port: {ports}"
 
 
+@slurm
 def test_a_job_that_requests_no_memory_gets_its_share(lab):
     """As install-slurm.sh has it: otherwise it would get that of the whole node."""
     job = lab.sbatch("--output=/dev/null --wrap=true")
@@ -279,6 +286,7 @@ def test_a_job_that_requests_no_memory_gets_its_share(lab):
     assert memory == "20000M", f"a core gets {memory} of a node with two cores and 40000M"
 
 
+@slurm
 def test_log_of_gpus_is_continued_and_ends_with_the_job(lab, given_jobs):
     job = given_jobs["python"]
     lab.wait_for_state(job, "FAILED")
@@ -324,8 +332,9 @@ def unedited():
         yield clusters
 
 
+@slurm
 @pytest.mark.parametrize("cluster", [0, 1], ids=["two GPUs per node", "no GPUs"])
-@pytest.mark.parametrize("name", [file.stem for file in (ROOT / "slurm").glob("*.sbatch")])
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
 def test_an_unedited_file_uses_what_it_requests(unedited, name, cluster):
     assert name in UNEDITED, f"{name}.sbatch has no row in UNEDITED"
     lab, jobs = unedited[cluster]
@@ -336,6 +345,10 @@ def test_an_unedited_file_uses_what_it_requests(unedited, name, cluster):
 
 
 # --- jobs that are disturbed ---
+def read_checkpoint(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def starts_of(lab, job):
     """Return for each start of a job the epochs that it has logged. job.sh logs each start."""
     starts = lab.output(job).split("\npython: /")[1:]
@@ -374,9 +387,10 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
         f"job {job} has begun with the epochs {begins}:\n{output}")
     checkpoint = checkpoint or f"{lab.show(job, 'JobName')}-{lab.show(job, 'JobId')}.pt"
     processes = int(re.search(r"^world size (\d+)", output, re.MULTILINE)[1])
-    change = difference(lab.folder / checkpoint, lab.undisturbed[processes])
-    assert change == 0, (
-        f"weights of job {job} differ by {change} from those of training outside Slurm:\n{output}")
+    found = read_checkpoint(lab.folder / checkpoint)["model"]
+    expected = lab.undisturbed[processes]
+    assert all(torch.equal(found[name], expected[name]) for name in expected), (
+        f"weights of job {job} are {found}, after training outside Slurm {expected}:\n{output}")
 
 
 # They come back. Those that take longest are first.
@@ -502,7 +516,7 @@ def cancelled(lab):
     checkpoint = lab.folder / f"cifar10-srun-{job}.pt"
 
     def steps_saved():
-        return load_checkpoint(checkpoint)["progress"]["step"] if checkpoint.exists() else 0
+        return read_checkpoint(checkpoint)["progress"]["step"] if checkpoint.exists() else 0
 
     steps = 0
     for number, command in enumerate(["scontrol requeue", "scancel"], start=1):
@@ -528,8 +542,12 @@ def disturbed(lab, unedited, tmp_path_factory, request):
     chosen = {item.name for item in request.session.items}
     lab.undisturbed = {}
     for nproc in (1, 2):
-        lab.undisturbed[nproc] = tmp_path_factory.mktemp("undisturbed") / "run.pt"
-        train_to_end("cpu_ddp", *LONG.split(), "--checkpoint", lab.undisturbed[nproc], nproc=nproc)
+        path = tmp_path_factory.mktemp("undisturbed") / "run.pt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   f"--nproc-per-node={nproc}", ROOT / "cpu_ddp/train.py", *LONG.split(),
+                   "--checkpoint", path]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        lab.undisturbed[nproc] = read_checkpoint(path)["model"]
     lab.other_lab = unedited[1][0]
     lab.other_lab.undisturbed = lab.undisturbed
     with ThreadPoolExecutor(len(DISTURBED)) as pool:
@@ -537,48 +555,31 @@ def disturbed(lab, unedited, tmp_path_factory, request):
                if f"test_disturbed_job[{name}]" in chosen}
 
 
+@slurm
 @pytest.mark.parametrize("name", DISTURBED)
 def test_disturbed_job(disturbed, name):
     disturbed[name].result(timeout=900)
 
 
 # --- jobs that train to their end ---
-TRAINED = {  # sbatch COMMAND, what is exported, and the first line
-    "mnist": ("-c2 slurm/mnist.sbatch --epochs 2 --fake-data 32", {}, "GPUs none, threads 2 "),
-    "fashionmnist": ("-c1 --gpus-per-node=1 slurm/fashionmnist.sbatch --epochs 2 --fake-data 128",
-                     LEFT, "world size 1 "),
-    "cifar10": (f"--nodes=2 {ONE_CORE} slurm/cifar10.sbatch --epochs 2 --fake-data 32 "
-                "--global-batch 16 --image-size 16 --workers 0", {}, "world size 2 "),
-    "clocks": (f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", {"VIRTUAL_ENV": "behind"},
-               "world size 2 "),
-}
-
-
-@pytest.fixture(scope="module")
-def trained_jobs(lab):
-    """The ids of the jobs of TRAINED. A test waits for its own."""
-    return {name: lab.sbatch(command, "c1,c2,c3,c4", **variables)
-            for name, (command, variables, _) in TRAINED.items()}
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_job_trains(lab, trained_jobs, name):
-    job = trained_jobs[name]
+@slurm
+def test_torchrun_trains_on_two_nodes_whose_clocks_differ(lab):
+    job = lab.sbatch(f"{ONE_CORE} slurm/cpu.sbatch {LINEAR}", VIRTUAL_ENV="behind")
     lab.wait_for_state(job, "COMPLETED")
     output = lab.output(job)
-    first = TRAINED[name][2]
-    assert re.search(f"^{first}", output, re.MULTILINE), f"{name}: no {first!r}:\n{output}"
-    assert "\nepoch 2/2" in output, f"{name} has not trained to its end:\n{output}"
-    assert lab.restarts(job) == 0, f"{name}: the job was requeued:\n{output}"
+    assert "\nworld size 2 " in output, f"two nodes are not one run:\n{output}"
+    assert "\nepoch 2/2" in output, f"the job has not trained to its end:\n{output}"
 
 
+@slurm
 def test_several_tasks_without_a_rank_end_with_an_error_line(lab):
-    """They would be several runs, which would write one file. test_launch.py has all scripts."""
+    """They would be several runs, which would write one file."""
     said = lab.sh("srun --ntasks=2 .venv/bin/python cpu_ddp/train.py || true", timeout=200)
     assert "error: srun has started several tasks" in said, f"two tasks train:\n{said}"
 
 
 # --- what is left on a disk ---
+@slurm
 @pytest.mark.parametrize("suffix, state, shown", [
     (".code/new.py", "COMPLETED", "new code"),
     (".pt", "FAILED", "error: .* add --checkpoint"),
@@ -595,6 +596,7 @@ def test_files_of_another_cluster_are_not_taken(lab, suffix, state, shown):
     assert re.search(shown, output), f"with an old cifar10-srun-{job}{suffix}:\n{output}"
 
 
+@slurm
 def test_requeued_after_a_full_disk_it_runs(lab):
     """At the first start, the disk has no room for the code."""
     (lab.folder / "small").mkdir()
@@ -610,6 +612,7 @@ def test_requeued_after_a_full_disk_it_runs(lab):
 
 
 # --- terminals ---
+@slurm
 def test_two_terminals_train_together(lab):
     """The first prints a command; run on another node, it joins. NPROC is for both."""
     granted = lab.sh("salloc --no-shell --nodelist=c1,c2 --ntasks-per-node=1 --cpus-per-task=2",
@@ -624,3 +627,93 @@ def test_two_terminals_train_together(lab):
     shown = (lab.folder / "master.log").read_text()
     assert "world size 2" in shown, f"two terminals are not one run:\n{shown}"
     assert "epoch 2/2" in shown, f"two terminals have not trained to the end:\n{shown}"
+
+
+# --- the files, without Slurm ---
+ENVIRONMENT = re.search(r"^for folder in.*?^done\n", JOB, re.MULTILINE | re.DOTALL)[0]
+
+
+def name_of(file):
+    return file.name
+
+
+def bash(script, folder, **variables):
+    """Run a script of bash in a folder, with these variables alone."""
+    return subprocess.run(["bash", "-euc", script], cwd=folder, capture_output=True, text=True,
+                          env={"PATH": "/usr/bin:/bin"} | variables, timeout=30)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_submitted_in_another_folder_an_error_line_names_the_right_one(tmp_path, file):
+    done = bash(f"source {file}", tmp_path)
+    assert done.returncode != 0, f"the job goes on:\n{done.stdout}"
+    assert re.fullmatch(f"error: .* above slurm/, not in {tmp_path}\n", done.stdout), (
+        f"no error line that names the folder:\n{done.stdout}{done.stderr}")
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(file):
+    """It kills its processes when its own limit is over, Slurm when the time limit is."""
+    text = file.read_text()
+    notice = re.search(r"^#SBATCH --signal=TERM@(\d+)", text, re.MULTILINE)
+    assert bool(notice) == ("requeue" in text.splitlines()[-1]), (
+        f"{file.name}: --signal is for jobs that come back, and they need it")
+    wait = int(re.search(r"SHUTDOWN_TIMEOUT=(\d+)", JOB)[1])
+    assert not notice or wait + 5 <= int(notice[1]) <= wait + 60, (
+        f"{file.name} says {notice[0]}, and torchrun waits for {wait} s of them")
+
+
+def test_torchrun_is_launched_in_the_same_way_by_all_files():
+    """Above, cpu.sbatch trains."""
+    texts = [file.read_text() for file in FILES]
+    launches = {text[text.index("    torchrun "):] for text in texts if "    torchrun " in text}
+    assert len(launches) == 1, "torchrun is launched in different ways:\n" + "\n".join(launches)
+
+
+def test_a_terminal_finds_the_environment_as_a_job_does():
+    text = (ROOT / "slurm/ddp-worker-node.sh").read_text()
+    lines = ENVIRONMENT.replace(" && ! ${image:-}", "")
+    assert lines in text, f"ddp-worker-node.sh has not these lines of job.sh:\n{lines}"
+
+
+@pytest.mark.parametrize("used, variables, others", [
+    ("home", {}, []),
+    (".conda", {}, []),
+    (".venv", {}, [".conda"]),
+    ("conda", {"CONDA_PREFIX": "conda"}, [".venv"]),
+    (".venv", {"CONDA_PREFIX": "base"}, []),  # which has no torchrun
+    ("venv", {"CONDA_PREFIX": "conda", "VIRTUAL_ENV": "venv"}, [".venv", "conda"]),
+], ids=str)
+def test_environment_of_a_job(tmp_path, used, variables, others):
+    """Each environment has a torchrun that shows its name. One is in the home and on PATH."""
+    for folder in {used, *others, "home"}:
+        write_program(tmp_path / folder / "bin/torchrun",
+                      f'echo "{folder}, user site off: ${{PYTHONNOUSERSITE:-}}"')
+        write_program(tmp_path / folder / "bin/python", "")
+    variables = {name: str(tmp_path / value) for name, value in variables.items()}
+    done = bash(f"{ENVIRONMENT}torchrun", tmp_path, **variables,
+                PATH=f"{tmp_path}/home/bin:/usr/bin:/bin")
+    expected = f"{used}, user site off: {'' if used == 'home' else 1}\n"
+    assert done.stdout == expected, f"not {expected!r}:\n{done.stdout}{done.stderr}"
+
+
+def test_a_node_without_the_python_of_the_environment_ends_the_job(tmp_path):
+    """Another python on PATH would train."""
+    write_program(tmp_path / ".venv/bin/torchrun", "")
+    (tmp_path / ".venv/bin/python").symlink_to("missing")
+    done = bash(f"{ENVIRONMENT}python3 --version", tmp_path)
+    assert done.returncode != 0, f"the job goes on, with {done.stdout}"
+    assert ".venv/bin/python: " in done.stderr, f"the error names no file:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("gpus, shown", [("", "void"), ("2", "unset")])
+def test_a_container_requests_no_gpus_where_the_job_has_none(gpus, shown, tmp_path):
+    """Else Enroot's hook looks for NVIDIA's tools, since the official image requests all GPUs."""
+    write_program(tmp_path / "srun", 'echo "${NVIDIA_VISIBLE_DEVICES-unset}"')
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
+                 "SLURM_JOB_NAME": "probe", "SLURM_JOB_CPUS_PER_NODE": "2", "SLURM_NNODES": "1",
+                 "SLURM_GPUS_ON_NODE": gpus}
+    command = ["bash", "slurm/cpu-container.sbatch", "--checkpoint", tmp_path / "probe.pt"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == [shown], (
+        f"with {gpus or 'no'} GPUs, NVIDIA_VISIBLE_DEVICES is to be {shown}:\n{done}")

@@ -1,0 +1,552 @@
+"""What goes wrong ends in an error that says why, within --timeout, and leaves no process.
+
+Variables of launchers, processes that are lost or hang, flags, folders, data, weights.
+"""
+
+import ast
+import os
+import re
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from copies import make_copy
+from harness import (BEST, SCRIPTS, STEPS, flags_of, kill_at, load_script, own_flags, run,
+                     run_to_end, text_of)
+from launchers import run as run_command
+from launchers import start, wait_until_gone
+from scripts import ROOT, script_path
+from slurm_lab import Network, booted, reason_to_skip
+from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.utils.data import TensorDataset
+
+CIFAR, FASHION = "cifar10_ddp", "fashionmnist_ddp"
+scripts = pytest.mark.parametrize("script", SCRIPTS)
+all_scripts = pytest.mark.parametrize("script", [*SCRIPTS, "mnist_dp"])
+
+
+def errors_of(ranks, words, what):
+    """Fail unless each rank ends in an error line that has these words."""
+    for number, rank in enumerate(ranks):
+        assert rank.code == 1 and re.search(f"^error: .*{words}", rank.text, re.MULTILINE), (
+            f"{what}: rank {number} must end in an error line with {words!r}\n{text_of(ranks)}")
+
+
+# ---- variables of launchers ----
+STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1"}
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29401"}
+# Variables of a process, GPUs (their number, and whether PyTorch can use them), and what its error
+# line names. GPUs that it cannot use: their driver is too old, or it is the third process on two.
+GIVEN = {
+    "srun -n 4 python": (STEP, (0, False), "RANK"),
+    "srun -n 1 python": (ONE_TASK, (0, False), ""),
+    "torchrun in a step": (STEP | TORCHRUN, (0, False), ""),
+    "GPUs that are not usable": (TORCHRUN, (2, False), "CUDA_VISIBLE_DEVICES="),
+    "more processes than GPUs": (TORCHRUN | {"LOCAL_RANK": "2"}, (2, True),
+                                 "CUDA_VISIBLE_DEVICES="),
+}
+GIVEN_TO_MNIST_DP = {
+    "srun -n 4 python": (STEP, (0, False), "one process"),
+    "torchrun": (TORCHRUN | {"WORLD_SIZE": "2"}, (0, False), "one process"),
+    "srun -n 1 python": (ONE_TASK, (0, False), ""),
+    "GPUs that are not usable": ({}, (2, False), "CUDA_VISIBLE_DEVICES="),
+}
+CASES = [*[(script, case) for script in SCRIPTS for case in GIVEN
+           if script != "cpu_ddp" or "GPUs" not in case],
+         *[("mnist_dp", case) for case in GIVEN_TO_MNIST_DP]]
+
+
+@pytest.mark.parametrize("script, case", CASES)
+def test_a_process_trains_or_ends_with_an_error_line(script, case):
+    """Several tasks without ranks would each train, and write one file; or train on the CPU."""
+    variables, gpus, named = (GIVEN_TO_MNIST_DP if script == "mnist_dp" else GIVEN)[case]
+
+    def change(module, rank, seen):
+        torch.cuda.device_count = lambda: gpus[0]
+        torch.cuda.is_available = lambda: gpus[1]
+        os.environ.update(variables)
+        module.load_data = lambda args: sys.exit("it trains")
+
+    data = ["--samples" if script in ("cpu_ddp", "synthetic_ddp") else "--fake-data", 32]
+    if script == FASHION and "RANK" in named:
+        data += ["--nproc", 2]
+    ranks = run(script, *data, nproc=1, problem="own", change=change)
+    if named:
+        errors_of(ranks, named, f"{script}, {case}")
+    else:
+        assert ranks[0].text == "it trains\n", f"{script}, {case}, must train:\n{ranks[0].text}"
+
+
+def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(tmp_path):
+    """Two machines of two processes: rank 0 is the first to look for the data, rank 2 is next."""
+    def change(module, rank, seen):
+        def say(*words):
+            with open(tmp_path / "log", "a") as file:
+                print(rank, *words, file=file)
+
+        def prepare_data(args):
+            say("prepares")
+            time.sleep(0.2)
+            say("has prepared")
+
+        def load_data(args):
+            say("loads")
+            sys.exit()
+
+        os.environ["LOCAL_RANK"] = str(rank % 2)
+        module.prepare_data, module.load_data = prepare_data, load_data
+
+    run(FASHION, nproc=4, change=change)  # its form_group() is that of others, too
+    text = (tmp_path / "log").read_text()
+    expected = "0 prepares\n0 has prepared\n2 prepares\n2 has prepared\n"
+    assert text.startswith(expected), f"rank 0 prepares, then rank 2, then they load:\n{text}"
+    assert text.count("prepares") == 2, f"others prepare the data, too:\n{text}"
+
+
+# ---- a process that hangs ----
+def sleep_here(*_, **__):
+    """Hang, until rank 0 has ended after its --timeout of 5 seconds."""
+    time.sleep(8)
+    sys.exit(1)
+
+
+class SleepingSet(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(100)  # in a loader process
+
+
+def sleep_in(place):
+    def change(module, rank, seen):
+        if place == "Dataset":
+            data = SleepingSet(torch.zeros(40, 4), torch.zeros(40))
+            module.load_data = lambda args: (setattr(args, "classes", "01"), (data, data))[1]
+        elif rank == 1:
+            setattr(module, place, sleep_here)
+
+    return change
+
+
+LOSS = {"cpu_ddp": "loss_of"}
+HANGS = [("cpu_ddp", "loss_of"), (FASHION, "evaluate"), ("synthetic_ddp", "load_data"),
+         (CIFAR, "loss_and_counts")]
+
+
+@pytest.mark.parametrize("script, place", [
+    *HANGS, *[pytest.param(script, place, marks=pytest.mark.slow) for script in SCRIPTS
+              for place in (LOSS.get(script, "loss_and_counts"), "evaluate", "load_data")
+              if (script, place) not in HANGS and (script != "cpu_ddp" or place != "evaluate")]])
+def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place):
+    """Before the others end with an error, after --timeout. torchrun would name rank 0 alone."""
+    ranks = run(script, *flags_of(script), "--timeout", 5, change=sleep_in(place))
+    assert re.search(r'File ".*test_mistakes.py", line \d+ in sleep_here', ranks[1].text), (
+        f"{script}: rank 1 hangs in {place}, and does not say so:\n{text_of(ranks)}")
+    assert ranks[0].code == 1, (
+        f"{script}: rank 1 hangs in {place}, and rank 0 does not end:\n{text_of(ranks)}")
+
+
+def test_a_loader_process_that_hangs_prints_its_lines():
+    (rank,) = run(CIFAR, *flags_of(CIFAR), "--workers", 1, "--timeout", 5, nproc=1,
+                  change=sleep_in("Dataset"))
+    assert re.search(r'File ".*test_mistakes.py", line \d+ in __getitem__', rank.text), (
+        f"{CIFAR}: a Dataset hangs in a loader process, which does not say so:\n{rank.text}")
+    assert rank.code == 1, f"{CIFAR}: a Dataset hangs, and the run does not end:\n{rank.text}"
+
+
+@scripts
+def test_only_a_process_that_hangs_prints_its_lines(script):
+    """Each batch starts the time anew, also in an evaluation; the end stops it."""
+    def change(module, rank, seen):
+        signal.setitimer = lambda which, seconds: seen.append(("alarm", seconds > 0))
+
+    for rank in run_to_end(script, *flags_of(script), "--timeout", 300, change=change):
+        kinds = [event[0] for event in rank.seen if event[0] in ("train", "val", "alarm")]
+        text = "".join({"train": "b", "val": "b", "alarm": "a"}[kind] for kind in kinds)
+        assert re.fullmatch("a(ba+)+", text), f"{script}: batches b and alarms a are {text}"
+        assert rank.seen[-1] == ("alarm", False), f"{script} does not stop the alarm at its end"
+
+
+# ---- a process that is stopped ----
+def test_ctrl_c_before_training_is_no_success():
+    """mp.spawn takes a worker that ends by KeyboardInterrupt for one that has finished."""
+    module = load_script(FASHION)
+    module.train = lambda args: signal.raise_signal(signal.SIGINT)
+
+    def work(rank):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        module.run_worker(rank, None)
+
+    with pytest.raises(ProcessExitedException, match="SIGINT"):
+        start_processes(work, start_method="fork")
+        pytest.fail("Ctrl-C, while a worker of mp.spawn starts, is taken for success")
+
+
+def test_a_signal_is_saved_and_said_also_if_nobody_reads_the_log(tmp_path):
+    """As after `2>&1 | tee log`, which Ctrl-C ends first, or in a closed terminal."""
+    def change(module, rank, seen):
+        kill_at(torch.optim.Optimizer, "zero_grad", 2, signal.SIGINT)
+
+    def change_unread(module, rank, seen):
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdout = sys.stderr = open(writer, "w", buffering=1)
+        os.dup2(writer, 2)
+        change(module, rank, seen)
+
+    for how in (change, change_unread):
+        path = tmp_path / how.__name__
+        (rank,) = run(CIFAR, *flags_of(CIFAR), "--log-every", 0, "--checkpoint", path, nproc=1,
+                      change=how)
+        assert rank.code == 1 and torch.load(path)["progress"]["step"] in (2, 3), (
+            f"SIGINT in step 2: nothing is saved\n{rank.text}")
+        assert how != change or "a signal has come" in rank.text, f"nothing is said\n{rank.text}"
+
+
+def fast_model(script):
+    if script != CIFAR:
+        return []
+    return ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, launcher, way", [
+    (CIFAR, "torchrun", "Ctrl-C"), (CIFAR, "torchrun", "SIGKILL"), (FASHION, "spawn", "SIGTERM"),
+    (FASHION, "spawn", "Ctrl-C"), (FASHION, "spawn", "SIGINT"), (FASHION, "spawn", "SIGKILL")])
+def test_a_run_that_is_stopped_ends_with_an_error_and_leaves_nothing(script, launcher, way,
+                                                                    tmp_path):
+    """kill PID; Ctrl-C, which a terminal sends to all; SIGKILL to a process, for its memory."""
+    copy = make_copy(script, tmp_path / "train.py", (
+        'before "optimizer.zero_grad()"', 'print("training", flush=True)\ntime.sleep(0.05)'))
+    with start(copy, "--fake-data", 64, "--global-batch", 4, "--epochs", 1000,
+               *fast_model(script), "--checkpoint", tmp_path / "run.pt", "--timeout", 60,
+               launcher=launcher, nproc=2) as job:
+        job.wait_for("^training")
+        if way == "Ctrl-C":
+            os.killpg(job.launcher.pid, signal.SIGINT)
+        elif way == "SIGKILL":
+            os.kill(job.workers()[1], signal.SIGKILL)
+        else:
+            job.send(signal.Signals[way])
+        result = job.result(timeout=150)
+        wait_until_gone(job, f"{way} to {script} under {launcher}")
+    assert result.status != 0, f"{way} to {script} under {launcher}: status 0\n{result.text}"
+    stopped = "stopped by a signal after step" in result.text
+    assert stopped == (script == CIFAR and way != "SIGKILL"), (
+        f"{way} to {script} under {launcher}: does it stop after a step? {stopped}\n{result.text}")
+
+
+BROKEN_SET = """
+class Broken(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("broken on purpose")
+        return self.data[index]
+
+
+plain_data = load_data
+
+
+def load_data(args):
+    train_set, val_set = plain_data(args)
+    return Broken(train_set), val_set
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [CIFAR, "synthetic_ddp"])
+def test_an_exception_of_one_rank_ends_the_run_at_once_and_leaves_nothing(script, tmp_path):
+    """Python would wait at its end for loader processes. --timeout is 600 seconds here."""
+    copy = make_copy(script, tmp_path / "train.py", (None, BROKEN_SET))
+    with start(copy, *own_flags(script), launcher="torchrun", nproc=2) as job:
+        result = job.result(timeout=150)
+        wait_until_gone(job, f"an exception in {script}")
+    assert result.status != 0, f"an exception in {script}: status 0\n{result.text}"
+    assert "broken on purpose" in result.text, (
+        f"an exception in {script} is not printed\n{result.text}")
+    # torchrun reports nothing if it kills another rank that is just writing an error of its own
+    if "Failed to parse reply file" not in result.text:
+        report = result.text[result.text.rfind("Root Cause"):]
+        assert "broken on purpose" in report, f"torchrun's report has not the error\n{result.text}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, launcher", [("cpu_ddp", "torchrun"), (FASHION, "spawn")])
+def test_an_error_of_rank_0_is_printed_once_and_ends_all_processes(script, launcher, tmp_path):
+    """What only rank 0 sees, it sees before the group is formed: its launcher ends the others."""
+    status, text = run_command(script, *own_flags(script), "--checkpoint", "absent/run.pt",
+                               launcher=launcher, nproc=2, cwd=tmp_path)
+    command = f"{script} under {launcher} with --checkpoint absent/run.pt"
+    assert status != 0, f"{command} must not end with status 0\n{text}"
+    errors = [line for line in re.findall(r"\berror: .*", text) if "absent/run.pt" in line]
+    assert len(errors) == 1, f"{command} must print one error line, not {errors}\n{text}"
+    own_text = text.split(" failed (exitcode")[0]  # torchrun's own report comes last
+    assert "Traceback" not in own_text, f"{command} must print no traceback\n{text}"
+
+
+@pytest.mark.slow
+def test_processes_of_mp_spawn_share_the_cores(tmp_path):
+    copy = make_copy(FASHION, tmp_path / "train.py", (
+        'before "args, device, checkpoint = form_group(args)"',
+        'print("threads", torch.get_num_threads(), flush=True)\nreturn'))
+    threads = max(1, torch.get_num_interop_threads() // 2)  # get_num_threads() is 1 in tests
+    _, text = run_command(copy, launcher="spawn", nproc=2)
+    assert text.count(f"threads {threads}\n") == 2, (
+        f"each of 2 processes must have {threads} threads:\n{text}")
+
+
+# ---- flags ----
+@all_scripts
+def test_an_abbreviated_flag_is_an_error(script):
+    """job.sh refuses --checkpoint by its name."""
+    with pytest.raises(SystemExit):
+        load_script(script).parse_args(["--epoch", "1"])
+        pytest.fail(f"{script} takes --epoch for --epochs")
+
+
+@all_scripts
+def test_each_flag_is_used(script):
+    """--timeout was in vain in three scripts."""
+    functions = [node for node in ast.parse(script_path(script).read_text()).body
+                 if getattr(node, "name", "parse_args") != "parse_args"]
+    used = {node.attr for function in functions for node in ast.walk(function)
+            if isinstance(node, ast.Attribute)
+            and "args" in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))}
+    unused = vars(load_script(script).parse_args([])).keys() - used - {"checkpoint"}
+    assert not unused, f"{script} does not use its flags {sorted(unused)}"
+
+
+@pytest.mark.parametrize("script, flag, value, nproc", [
+    *[(script, "--global-batch", 100, 1) for script in SCRIPTS],
+    *[(script, "--global-batch", 1, 2) for script in SCRIPTS],
+    ("synthetic_ddp", "--global-batch", 13, 3), (CIFAR, "--batch-size", -1, 1)])
+def test_a_batch_that_does_not_fit_is_an_error_line(script, flag, value, nproc):
+    """There are 56 samples, and each process needs a share."""
+    ranks = run(script, *flags_of(script), flag, value, nproc=nproc)
+    errors_of(ranks, f"{flag} {value} ", f"{script} {flag} {value} on {nproc} processes")
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("seed", "7", "--seed must be an integer"), ("tokenizer", object(), "args.tokenizer is .* at")])
+@scripts
+def test_a_value_that_differs_by_process_is_an_error_line(script, name, value, words):
+    """Of a flag, in a copy: the hash of a text, the address of an object."""
+    def change(module, rank, seen):
+        def parse_args():
+            args = plain()
+            setattr(args, name, value)
+            return args
+
+        plain, module.parse_args = module.parse_args, parse_args
+
+    ranks = run(script, *flags_of(script), change=change)
+    errors_of(ranks, words, f"{script}, args.{name} = {value!r}")
+
+
+# ---- folders and data ----
+@scripts
+def test_a_folder_that_does_not_exist_is_an_error_line_at_the_start(script, tmp_path):
+    path = tmp_path / "absent/run.pt"
+    ranks = run(script, *flags_of(script), "--checkpoint", path, nproc=1)
+    errors_of(ranks, "absent/run.pt", f"{script}: --checkpoint in a folder that does not exist")
+    assert not ranks[0].seen, f"{script} trains before it says so\n{ranks[0].text}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user requires root")
+@scripts
+def test_a_folder_that_cannot_be_written_is_an_error_line(script, tmp_path):
+    """Here, another user's."""
+    tmp_path.chmod(0o755)
+    module = load_script(script)
+    os.setresuid(65534, 65534, 0)
+    try:
+        error = module.load_checkpoint(str(tmp_path / "run.pt"))
+    except SystemExit as end:
+        error = str(end)
+    finally:
+        os.setresuid(0, 0, 0)
+    assert "error: " in str(error) and "run.pt" in error, f"{script}: {error!r}"
+
+
+@scripts
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(script, tmp_path):
+    """/dev/full is one."""
+    path = tmp_path / "run.pt"
+
+    def change(module, rank, seen):
+        def check_model(*arguments):
+            if path.exists():
+                (tmp_path / "run.pt.tmp").symlink_to("/dev/full")
+                (tmp_path / "run.pt.best.tmp").symlink_to("/dev/full")
+            plain(*arguments)
+
+        plain, module.check_model = module.check_model, check_model
+
+    (rank,) = run(script, *flags_of(script), "--checkpoint", path, nproc=1, change=change)
+    assert rank.code == 1 and "No space left" in rank.text, f"{script}: no error\n{rank.text}"
+    saved = torch.load(path)["progress"]
+    assert 1 in saved.values() or STEPS in saved.values(), f"{script}: FILE has {saved}"
+
+
+@scripts
+def test_what_could_not_be_loaded_is_not_saved(script, tmp_path):
+    """As a number of numpy's in a rate or a schedule."""
+    def change(module, rank, seen):
+        def build_optimizer(*arguments):
+            made = plain(*arguments)
+            optimizer = made if script == "cpu_ddp" else made[0]
+            optimizer.param_groups[0]["weight_decay"] = torch.zeros(1).numpy()[0]
+            return made
+
+        plain, module.build_optimizer = module.build_optimizer, build_optimizer
+
+    path = tmp_path / "run.pt"
+    (rank,) = run(script, *flags_of(script), "--checkpoint", path, nproc=1, change=change)
+    assert rank.code == 1 and "numpy" in rank.text, f"{script} does not say so:\n{rank.text}"
+    assert not path.exists(), f"{script} has saved a number of numpy's: FILE cannot be loaded"
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bool])
+@pytest.mark.parametrize("script", [FASHION, CIFAR])
+def test_images_that_would_be_scaled_twice_are_an_error_line(script, dtype):
+    """As after ToTensor, and Normalize."""
+    def change(module, rank, seen):
+        def load_data(args):
+            sets = plain(args)
+            if script == FASHION:
+                return [(images.to(dtype), labels) for images, labels in sets]
+            return [TensorDataset(data.tensors[0].to(dtype), data.tensors[1]) for data in sets]
+
+        plain, module.load_data = module.load_data, load_data
+
+    ranks = run(script, *own_flags(script), nproc=1, problem="own", change=change)
+    errors_of(ranks, f"{dtype}.* ToTensor, Normalize", f"{script}: images of {dtype}")
+
+
+@pytest.mark.parametrize("script, data_set", [("mnist_dp", "mnist"), (FASHION, "fashion"),
+                                              (CIFAR, "cifar")])
+def test_without_a_network_it_ends_with_an_error(script, data_set, tmp_path):
+    """The proxy of the tests' environment does not answer."""
+    (rank,) = run(script, "--data-dir", tmp_path, nproc=1, problem="own")
+    assert rank.code == 1, f"{script} without data and network ends well\n{rank.text}"
+    assert data_set in rank.text.lower(), f"{script}: no word on the data\n{rank.text}"
+
+
+@scripts
+def test_other_numbers_of_samples_on_two_ranks_are_an_error_line(script):
+    """As of a file that is missing on one machine: the ranks would make other steps."""
+    def change(module, rank, seen):
+        def load_data(args):
+            data = plain(args)
+            train_set = data if script == "cpu_ddp" else data[0]
+            if script in ("synthetic_ddp", CIFAR):
+                few = torch.utils.data.Subset(train_set, range(50))
+            else:
+                few = [tensor[:50] for tensor in train_set]
+            return few if script == "cpu_ddp" else (few, data[1])
+
+        if rank == 1:
+            plain, module.load_data = module.load_data, load_data
+
+    ranks = run(script, *flags_of(script), change=change)
+    errors_of(ranks, "training_samples differs", f"{script}: rank 1 has fewer samples than rank 0")
+
+
+# ---- weights ----
+@scripts
+def test_a_model_that_is_called_without_ddp_is_an_error_line(script, tmp_path):
+    """No gradients are averaged: each rank would train a model of its own."""
+    def change(module, rank, seen):
+        def loss_and_counts(args, model, *batch):
+            return plain(args, getattr(model, "module", model), *batch)
+
+        plain, module.loss_and_counts = module.loss_and_counts, loss_and_counts
+
+    path = tmp_path / "run.pt"
+    ranks = run(script, *flags_of(script), "--checkpoint", path, change=change)
+    errors_of(ranks, "weights differ by rank", f"{script}, which calls model for ddp_model")
+    assert not path.exists(), f"{script} saves the weights of one rank, without the others' data"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@scripts
+def test_weights_that_are_not_finite_are_not_saved(script, value, tmp_path):
+    """NaN of one rank is that of all after the next step: here, in the last one before a save."""
+    def change(module, rank, seen):
+        def check_model(model):
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = value if rank else 0
+            plain(model)
+
+        plain, module.check_model = module.check_model, check_model
+
+    path = tmp_path / "run.pt"
+    ranks = run(script, *flags_of(script), "--checkpoint", path, change=change)
+    errors_of(ranks, "NaN or infinity", f"{script}, with {value} on one rank")
+    assert not path.exists(), f"{script} has saved {value}\n{text_of(ranks)}"
+
+
+@scripts
+def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
+    """Only weights that train have to be finite: masks are infinite, quantized weights bytes."""
+    def change(module, rank, seen):
+        def build_model(args):
+            model = plain(args)
+            model.register_buffer("mask", torch.tensor(-torch.inf))
+            for name, values in (("bytes", torch.zeros(3).byte()), ("mask_weight", model.mask)):
+                frozen = torch.nn.Parameter(values, requires_grad=False)
+                model.register_parameter(name, frozen)
+            return model
+
+        plain, module.build_model = module.build_model, build_model
+
+    run_to_end(script, *flags_of(script), nproc=1, change=change)
+
+
+# ---- two machines: the command of the docstrings is that of cpu.sbatch (test_slurm.py) ----
+HOSTS = """
+until mountpoint --quiet /etc/nsswitch.conf; do sleep 0.1; done     # until it is set up
+printf '%s\\n' '127.0.0.1 localhost' "127.0.1.1 $(hostname)" >/run/hosts
+mount --bind /run/hosts /etc/hosts
+"""
+
+
+class Machines(Network):
+    def up(self):
+        (self.root / "hosts").touch()
+        super().up()
+
+
+@pytest.mark.slurm
+def test_the_pages_commands_train_on_machines_whose_own_name_is_a_loopback_address(tmp_path):
+    """Debian's hosts file has a machine's own name as 127.0.1.1: HOST is an address."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    page = (ROOT / "cpu_ddp/README.md").read_text().split("### Two machines by hand")[1]
+    command = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1]
+    for old, new in [("--nproc-per-node=4", "--nproc-per-node=1"), ("HOST", "10.9.8.2"),
+                     ("cifar10_ddp/train.py --global-batch 4096 --batch-size 512",
+                      f"{script_path('cpu_ddp')} --epochs 2"),
+                     ("/shared/run.pt", str(tmp_path / "run.pt"))]:
+        assert command.count(old) == 1, f"the command has no {old}:\n{command}"
+        command = command.replace(old, new)
+    commands = [command, command.replace("--node-rank=0", "--node-rank=1")]
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    with booted(lambda root: Machines(root, 2)) as network, ThreadPoolExecutor() as pool:
+        machines = [network.machines[name] for name in network.nodes]
+        for machine in machines:
+            machine.exec(HOSTS)
+        text = "\n".join(pool.map(lambda machine, command: machine.exec(
+            command, timeout=200, check=False, env=env), machines, commands))
+    assert "world size 2" in text, f"the machines do not train together:\n{text}"
+    assert (tmp_path / "run.pt").exists(), f"the training does not end:\n{text}"
