@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch._dynamo  # as the first optimizer does: once, before processes are forked
 import torch.multiprocessing as mp
 from launchers import GPUS, clean_environment, free_port, run
 from scripts import ROOT, code_blocks
