@@ -82,6 +82,18 @@ def test_a_process_trains_or_ends_with_an_error_line(script, case):
         assert ranks[0].text == "it trains\n", f"{script}, {case}, must train:\n{ranks[0].text}"
 
 
+@pytest.mark.parametrize("script", [FASHION, CIFAR, "synthetic_ddp"])
+def test_each_process_of_a_machine_has_a_gpu_of_its_own(script):
+    """Of two GPUs, which are not used here. test_gpu.py uses those that there are."""
+    def change(module, rank, seen):
+        torch.cuda.device_count = lambda: 2
+        torch.cuda.is_available = lambda: True
+        torch.cuda.set_device = lambda device: sys.exit(str(device))
+
+    found = [rank.text for rank in run(script, problem="own", change=change)]
+    assert found == ["cuda:0\n", "cuda:1\n"], f"{script}: two processes use the GPUs {found}"
+
+
 def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(tmp_path):
     """Two machines of two processes: rank 0 is the first to look for the data, rank 2 is next."""
     def change(module, rank, seen):
@@ -149,12 +161,16 @@ def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place
         f"{script}: rank 1 hangs in {place}, and rank 0 does not end:\n{text_of(ranks)}")
 
 
-def test_a_loader_process_that_hangs_prints_its_lines():
-    (rank,) = run(CIFAR, *flags_of(CIFAR), "--workers", 1, "--timeout", 5, nproc=1,
+@pytest.mark.parametrize("script", [CIFAR, "synthetic_ddp"])
+def test_a_loader_process_that_hangs_ends_the_run(script):
+    """Those of cifar10_ddp live as long as the run, and print their lines."""
+    (rank,) = run(script, *flags_of(script), "--workers", 1, "--timeout", 5, nproc=1,
                   change=sleep_in("Dataset"))
-    assert re.search(r'File ".*test_mistakes.py", line \d+ in __getitem__', rank.text), (
-        f"{CIFAR}: a Dataset hangs in a loader process, which does not say so:\n{rank.text}")
-    assert rank.code == 1, f"{CIFAR}: a Dataset hangs, and the run does not end:\n{rank.text}"
+    lines = re.search(r'File ".*test_mistakes.py", line \d+ in __getitem__', rank.text)
+    assert lines or script != CIFAR, (
+        f"{script}: a Dataset hangs in a loader process, which does not say so:\n{rank.text}")
+    assert rank.code == 1 and "timed out after 5 seconds" in rank.text, (
+        f"{script}: a Dataset hangs, and the run does not end:\n{rank.text}")
 
 
 @scripts

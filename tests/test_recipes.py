@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from harness import run_to_end
 from image_folder import write_images
-from PIL import Image
+from PIL import Image, ImageOps
 from scripts import BEST_SCRIPTS, SCRIPTS, load_script
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -59,6 +59,19 @@ def test_the_rate_rises_for_a_fifth_of_the_steps_and_falls_to_zero(script):
         scheduler.step()
     expected = [0.25, 0.5, 0.75, 1, 1, *[number / 16 for number in range(15, -1, -1)]]
     assert shares == pytest.approx(expected), f"{script}: shares of the peak rate are {shares}"
+
+
+def test_the_rate_of_synthetic_falls_to_zero_in_all_steps():
+    module = load_script("synthetic_ddp")
+    optimizer, scheduler = module.build_optimizer(module.parse_args([]), FewPixels(), 20)
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    last = optimizer.param_groups[0]["lr"]
+    assert last == pytest.approx(0) and rates == sorted(set(rates), reverse=True), (
+        f"synthetic_ddp: of 20 steps, the rates are {rates}, and after them {last}")
 
 
 @pytest.mark.parametrize("flags, rate", [([], 0.2), (["--pretrained"], 0.02),
@@ -194,6 +207,7 @@ def test_images_to_train_are_cropped_at_random_and_those_to_validate_keep_propor
     assert shapes == {(3, 28, 28)}, f"--image-size 28 makes images {shapes}"
     spans = [channel.max().item() - channel.min().item() for channel in found[:2]]
     assert abs(spans[0] - spans[1]) <= 3, f"images to validate are squeezed: they span {spans}"
+    assert 48 < spans[1] < 56, f"of 60 rows, 7 of 8 must be left to validate: they span {spans}"
     crops = {train_set[0][0].float().mean().item() for _ in range(8)}
     assert len(crops) > 1, "images to train are not cropped at random"
 
@@ -216,6 +230,19 @@ def test_a_photograph_is_upright_and_as_large_as_its_crops_need(cifar10, tmp_pat
     assert width < height, "a photograph that was taken upright is read as a broad one"
     assert height < 4000, f"a photograph of 12 megapixels is decoded at {width} x {height} for 224"
     assert 0.08 * width * height > 224 ** 2, f"{width} x {height} is too small for crops of 224"
+
+
+def test_an_image_with_damaged_exif_data_is_read(cifar10, tmp_path):
+    """Viewers show it, too. Its width is text, and it is to be turned."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "text"
+    data = exif.tobytes().replace(b"\x01\x0f", b"\x01\x00")
+    Image.new("RGB", (20, 10), "red").save(tmp_path / "image.jpg", exif=data)
+    with pytest.raises(Exception, match="not an integer"):
+        ImageOps.exif_transpose(Image.open(tmp_path / "image.jpg"))
+        pytest.fail("these EXIF data are no error in this Pillow: damage others")
+    red = cifar10.read_image(tmp_path / "image.jpg", 64).getpixel((5, 5))[0]
+    assert red > 250, f"an image with damaged EXIF data is read as another one: {red}"
 
 
 def test_an_image_that_cannot_be_read_is_named(cifar10, tmp_path):
@@ -426,7 +453,8 @@ def test_mnist_dp_uses_each_image_once_and_prints_means(monkeypatch, capsys):
 
     images = torch.arange(50, dtype=torch.uint8).view(50, 1, 1, 1).expand(50, 1, 28, 28)
     labels = torch.arange(50) % 10
-    module, seen, rates = load_script("mnist_dp"), {True: [], False: []}, []
+    module, seen = load_script("mnist_dp"), {True: [], False: []}
+    rates, orders = [], []
     loss_and_counts = module.loss_and_counts
     module.load_data = lambda args: ((images[:40], labels[:40]), (images[40:], labels[40:]))
     module.CNN, module.loss_and_counts = FewPixels, see
@@ -443,7 +471,10 @@ def test_mnist_dp_uses_each_image_once_and_prints_means(monkeypatch, capsys):
             numbers = sorted(number for batch, _, _ in part for number in batch)
             assert numbers == [*range(first, first + count)], (
                 f"epoch {epoch + 1}, training {training}: it uses the images {numbers}")
+            orders.append([number for batch, _, _ in part for number in batch])
             loss = sum(len(batch) * loss for batch, loss, _ in part) / count
             accuracy = sum(counts for _, _, counts in part) / count
             expected = f"  {prefix}loss {loss:.4f}  {prefix}accuracy {accuracy:.4f}  "
             assert expected in line, f"no {expected} in {line}"
+    assert orders[0] != orders[1] and sorted(orders[0]) not in orders[:2], (
+        f"two epochs must train in two random orders, not in {orders[:2]}")

@@ -92,6 +92,14 @@ def test_with_a_dataloader_two_processes_train_as_one(tmp_path):
     train(with_loader("-"), tmp_path / "before")
 
 
+def test_with_a_dataloader_each_epoch_has_another_order(tmp_path):
+    step = "optimizer.step()\n"
+    code = with_loader("+").replace(step, f"{step}        print(epoch, inputs.sum().item())\n")
+    sums = [line.split() for line in train(code, tmp_path / "orders").losses]
+    epochs = {str([value for epoch, value in sums if epoch == str(number)]) for number in range(5)}
+    assert len(epochs) == 5, f"with the page's DataLoader, 5 epochs have {len(epochs)} orders"
+
+
 def test_without_ddp_each_process_trains_a_model_of_its_own(tmp_path):
     """The page's example of a line to delete. Nothing but the numbers shows that it is missing."""
     first, last = re.search(r"Delete a line.*?falls from\s+(\S+)\s+to\s+(\S+), but", PAGE,
