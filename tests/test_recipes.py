@@ -389,7 +389,7 @@ class SlowSet(TensorDataset):
 
 
 def with_clock(module, rank, seen):
-    """Let a step of 4 samples of a process take 2 seconds, an evaluation more than 1,000.
+    """Let a step of 4 samples of a process take 4 seconds, an evaluation more than 1,000.
 
     Rank 0 waits for its samples for a quarter of this time, rank 1 for three quarters.
     """
@@ -401,11 +401,11 @@ def with_clock(module, rank, seen):
         return sets
 
     def compute(args, model, *batch):
-        clock.append((2 - wait) * len(batch[0]) / 4 if model.training else 1000)
+        clock.append((4 - wait) * len(batch[0]) / 4 if model.training else 1000)
         return loss_and_counts(args, model, *batch)
 
     clock, load_data, loss_and_counts = [], module.load_data, module.loss_and_counts
-    wait = 0.0 if "fashionmnist" in module.__name__ else (0.5, 1.5)[rank]
+    wait = 0.0 if "fashionmnist" in module.__name__ else (1.0, 3.0)[rank]
     module.load_data, module.loss_and_counts = load_slow_data, compute
     time.monotonic = time.perf_counter = lambda: sum(clock)
 
@@ -413,17 +413,17 @@ def with_clock(module, rank, seen):
 @pytest.mark.parametrize("script", BEST_SCRIPTS)
 def test_rate_speed_wait_and_time_left_are_true(script):
     """Two processes, 2 epochs of 7 steps of 8 samples. wait is that of the slowest process."""
-    more = ["--log-every", 4] if script == "cifar10_ddp" else []
+    more = ["--log-every", 8] if script == "cifar10_ddp" else []
     flags = ["--global-batch", 8, "--epochs", 2, "--lr", 0.1, *more]
     text = run_to_end(script, *flags, change=with_clock)[0].text
     found = re.findall(r"^epoch \d/2 .*  (lr .*)", text, re.MULTILINE)
     wait = "" if script == "fashionmnist_ddp" else "  wait 75%"
-    expected = [f"lr {rate}  seconds 14.0  samples/s 4{wait}" for rate in (0.1, 0.05)]
+    expected = [f"lr {rate}  seconds 28.0  samples/s 2{wait}" for rate in (0.1, 0.05)]
     assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
     found = re.findall(r"step (\d+)(?:/14| of this epoch)  loss [\d.]+(.*)", text)
-    expected = 2 * [("6", "")]  # after 10 seconds
-    if script == "cifar10_ddp":  # every 4 seconds, from an epoch's first step on
-        expected = [(str(step), f"  4 samples/s  wait 75%  0:00:{2 * (14 - step):02} left")
+    expected = 2 * [("3", ""), ("6", "")]  # after 10 seconds, and after 10 more
+    if script == "cifar10_ddp":  # every 8 seconds, from an epoch's first step on
+        expected = [(str(step), f"  2 samples/s  wait 75%  0:00:{4 * (14 - step):02} left")
                     for step in (3, 5, 7, 10, 12, 14)]
     assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
 

@@ -286,7 +286,7 @@ def test_it_saves_every_few_minutes(tmp_path):
         plain, module.check_model = module.check_model, check_model
 
     ranks = run_to_end(CIFAR, *flags_of(CIFAR), "--checkpoint", tmp_path / "run.pt", "--epochs", 1,
-                       "--save-every", 1, change=change)
+                       "--save-every", 1, "--timeout", 60, change=change)
     for rank in ranks:
         kinds = [event[0] for event in rank.seen if event[0] in ("step", "save")]
         assert kinds == ["step", "step", "save"] * 2, (
