@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from harness import BEST, TENSORS, run_to_end
+from harness import run_to_end
 from image_folder import write_images
 from PIL import Image
-from scripts import SCRIPTS, load_script
+from scripts import BEST_SCRIPTS, SCRIPTS, load_script
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
@@ -383,14 +383,14 @@ def with_clock(module, rank, seen):
     time.monotonic = time.perf_counter = lambda: sum(clock)
 
 
-@pytest.mark.parametrize("script", BEST)
+@pytest.mark.parametrize("script", BEST_SCRIPTS)
 def test_rate_speed_wait_and_time_left_are_true(script):
     """Two processes, 2 epochs of 7 steps of 8 samples. wait is that of the slowest process."""
     more = ["--log-every", 4] if script == "cifar10_ddp" else []
     flags = ["--global-batch", 8, "--epochs", 2, "--lr", 0.1, *more]
     text = run_to_end(script, *flags, change=with_clock)[0].text
     found = re.findall(r"^epoch \d/2 .*  (lr .*)", text, re.MULTILINE)
-    wait = "" if script in TENSORS else "  wait 75%"
+    wait = "  wait 75%" if SCRIPTS[script].data == "data sets" else ""
     expected = [f"lr {rate}  seconds 14.0  samples/s 4{wait}" for rate in (0.1, 0.05)]
     assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
     found = re.findall(r"step (\d+)(?:/14| of this epoch)  loss [\d.]+(.*)", text)
