@@ -250,24 +250,34 @@ def test_a_run_under_nohup_ignores_sighup():
     run_to_end(CIFAR, *flags_of(CIFAR), change=change, nproc=1)
 
 
-def test_loader_processes_ignore_the_signals_that_stop_a_run(tmp_path):
-    """Slurm sends them to all. Here, in an evaluation of more batches than are read ahead."""
+@pytest.mark.parametrize("training, step", [(True, 1), (False, STEPS + 1)])
+def test_loader_processes_ignore_the_signals_that_stop_a_run(training, step, tmp_path):
+    """Slurm and Ctrl-C send them to all.
+
+    In the first step, while the second loader process starts, and in an evaluation of more batches
+    than are read ahead.
+    """
     def change(module, rank, seen):
+        def ignore_signals(worker):
+            time.sleep(2 * worker * training)
+            plain_ignore(worker)
+
         def loss_and_counts(args, model, *batch):
-            if not model.training and ("sent",) not in seen:
+            if model.training == training and ("sent",) not in seen:
                 seen.append(("sent",))
                 for process in mp.active_children():
-                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[:3 - training]:
                         os.kill(process.pid, signum)
                 signal.raise_signal(signal.SIGTERM)
-            return plain(args, model, *batch)
+            return plain_loss(args, model, *batch)
 
-        plain, module.loss_and_counts = module.loss_and_counts, loss_and_counts
+        plain_ignore, module.ignore_signals = module.ignore_signals, ignore_signals
+        plain_loss, module.loss_and_counts = module.loss_and_counts, loss_and_counts
 
-    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, nproc=1,
-                  change=change)
-    assert f"stopped by a signal after step {STEPS + 1}" in rank.text, (
-        f"{CIFAR}: signals to all processes in the first evaluation\n{rank.text}")
+    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, "--workers", 2,
+                  "--timeout", 20, nproc=1, change=change)
+    assert re.search(f"stopped by a signal after step ({step}|{step + 1})$", rank.text, re.M), (
+        f"{CIFAR}: signals to all processes (in training: {training})\n{rank.text}")
 
 
 def test_it_saves_every_few_minutes(tmp_path):
