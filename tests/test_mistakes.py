@@ -548,7 +548,7 @@ def test_the_pages_commands_train_on_machines_whose_own_name_is_a_loopback_addre
     page = (ROOT / "cpu_ddp/README.md").read_text().split("### Two machines by hand")[1]
     command = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1]
     for old, new in [("--nproc-per-node=4", "--nproc-per-node=1"), ("HOST", "10.9.8.2"),
-                     ("cifar10_ddp/train.py --global-batch 1024",
+                     ("cifar10_ddp/train.py --global-batch 4096 --batch-size 512",
                       f"{script_path('cpu_ddp')} --epochs 2"),
                      ("/shared/run.pt", str(tmp_path / "run.pt"))]:
         assert command.count(old) == 1, f"the command has no {old}:\n{command}"
