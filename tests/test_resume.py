@@ -185,12 +185,28 @@ def test_resumed_on_other_numbers_of_processes(script, tmp_path):
 
 
 @scripts
-def test_a_finished_run_trains_no_more(script, whole, tmp_path):
+def test_a_finished_run_trains_no_more_and_keeps_no_checkpoint_in_memory(script, whole, tmp_path):
+    """FILE would be a second copy of the model and the optimizer in each process."""
+    def change(module, rank, seen):
+        def resume(checkpoint, *arguments):
+            tensors.extend(map(weakref.ref, checkpoint["model"].values()))
+            return plain_resume(checkpoint, *arguments)
+
+        def close_group():
+            print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
+            plain_close()
+
+        tensors = []
+        plain_resume, module.resume = module.resume, resume
+        plain_close, module.close_group = module.close_group, close_group
+
     path = copy_files(whole(script, 1), tmp_path)
-    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1)
+    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
     steps = [event for event in rank.seen if event[0] == "step"]
     assert not steps, f"{script}, started again after its end, trains\n{rank.text}"
     assert_same_files(path, whole(script, 1), f"{script} is started after its end")
+    assert re.search("kept: 0 of [1-9]", rank.text), (
+        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- a run whose state is the step ----
@@ -353,28 +369,6 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
     args = load_script(script).parse_args(["--checkpoint", str(tmp_path / "run.pt")])
     assert args.checkpoint == str(tmp_path / "scratch.pt"), (
         f"{script} replaces the link by a file: it saves to {args.checkpoint}")
-
-
-@scripts
-def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, whole, tmp_path):
-    """It would be a second copy of the model and the optimizer in each process."""
-    def change(module, rank, seen):
-        def resume(checkpoint, *arguments):
-            tensors.extend(map(weakref.ref, checkpoint["model"].values()))
-            return plain_resume(checkpoint, *arguments)
-
-        def close_group():
-            print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
-            plain_close()
-
-        tensors = []
-        plain_resume, module.resume = module.resume, resume
-        plain_close, module.close_group = module.close_group, close_group
-
-    path = copy_files(whole(script, 1), tmp_path)
-    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
-    assert re.search("kept: 0 of [1-9]", rank.text), (
-        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- files that are refused ----
