@@ -214,7 +214,8 @@ GIVEN = {
     "gres": Given("--nodes=2 -c2 --gres=gpu:2 slurm/cifar10.sbatch",
                   f"python: /.*/show/bin/python|{task(2, 1, '0,1', TORCHRUN.format(2, 2))}", 3),
     "uneven nodes": Given("--exclusive --nodes=2 -c1 slurm/cifar10.sbatch",
-                          task("[12]", 1, "0,1", TORCHRUN.format(2, 2)), 2, nodes="c8,c12"),
+                          task("[12]", 1, "0,1", TORCHRUN.format(2, 1)), 2, {"NPROC": 1},
+                          nodes="c8,c12"),
     "in srun": Given(f"{SMALL} slurm/cpu.sbatch", task(2, 1, "none", TORCHRUN.format(1, 2)),
                      inside="srun -c1 --gpus-per-node=2 --mem-per-cpu=500 -w c9", nodes="c9"),
     "in salloc": Given("-c2 --gpus-per-node=0 --mem=700 slurm/cifar10-srun.sbatch",
@@ -471,7 +472,7 @@ def array(lab):
     sbatch passes one variable to the job, so that srun would pass no other, as MASTER_ADDR.
     """
     array = lab.sbatch(f"{ONE_CORE} --export=SCRIPT --array=0-1 slurm/cifar10-srun.sbatch {LONG} "
-                       "--checkpoint first.pt --checkpoint=task-%a.pt", SCRIPT="slow.py")
+                       "--checkpoint=first.pt --checkpoint task-%a.pt", SCRIPT="slow.py")
     wait_for_epochs(lab, f"{array}_1")
     lab.wait_for_state(f"{array}_0", "COMPLETED")
     lab.sh(f"scancel --signal=TERM {array}_1")

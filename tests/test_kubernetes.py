@@ -161,7 +161,7 @@ EXPORTED = {  # variables, and what each manifest then says
                 'cpu: "33"', "memory: 16Gi", 'nvidia.com/gpu: "4"', 'OMP_NUM_THREADS, value: "08"',
                 "/cifar10_ddp/train.py --checkpoint=/fsx/cifar10-ddp.pt --epochs=30 --bf16"],
         "job": ["completions: 3", "parallelism: 3", "--nnodes=3", "--nproc-per-node=4",
-                "--rdzv-endpoint=cifar10-ddp-0.cifar10-ddp:29500"],
+                "--rdzv-endpoint=cifar10-ddp-0.cifar10-ddp:29500", "{job-name: cifar10-ddp}"],
         "pytorchjob": ['nprocPerNode: "4"', "rdzvBackend: c10d", "rdzvPort: 23456",
                        "rdzvHost: cifar10-ddp-worker-0", "minReplicas: 1", "maxReplicas: 3",
                        "maxRestarts: 10", "backoffLimit: 60", " replicas: 3"],

@@ -15,18 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from copies import make_copy
-from harness import (BEST, SCRIPTS, STEPS, flags_of, kill_at, load_script, own_flags, run,
-                     run_to_end, text_of)
+from harness import STEPS, flags_of, kill_at, own_flags, run, run_to_end, text_of
 from launchers import run as run_command
 from launchers import start, wait_until_gone
-from scripts import ROOT, script_path
+from scripts import DDP_SCRIPTS, ROOT, SCRIPTS, load_script, script_path
 from slurm_lab import Network, booted, reason_to_skip
 from torch.multiprocessing import ProcessExitedException, start_processes
 from torch.utils.data import TensorDataset
 
 CIFAR, FASHION = "cifar10_ddp", "fashionmnist_ddp"
-scripts = pytest.mark.parametrize("script", SCRIPTS)
-all_scripts = pytest.mark.parametrize("script", [*SCRIPTS, "mnist_dp"])
+scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
+all_scripts = pytest.mark.parametrize("script", SCRIPTS)
 
 
 def errors_of(ranks, words, what):
@@ -57,7 +56,7 @@ GIVEN_TO_MNIST_DP = {
     "srun -n 1 python": (ONE_TASK, (0, False), ""),
     "GPUs that are not usable": ({}, (2, False), "CUDA_VISIBLE_DEVICES="),
 }
-CASES = [*[(script, case) for script in SCRIPTS for case in GIVEN
+CASES = [*[(script, case) for script in DDP_SCRIPTS for case in GIVEN
            if script != "cpu_ddp" or "GPUs" not in case],
          *[("mnist_dp", case) for case in GIVEN_TO_MNIST_DP]]
 
@@ -138,7 +137,7 @@ HANGS = [("cpu_ddp", "loss_of"), (FASHION, "evaluate"), ("synthetic_ddp", "load_
 
 
 @pytest.mark.parametrize("script, place", [
-    *HANGS, *[pytest.param(script, place, marks=pytest.mark.slow) for script in SCRIPTS
+    *HANGS, *[pytest.param(script, place, marks=pytest.mark.slow) for script in DDP_SCRIPTS
               for place in (LOSS.get(script, "loss_and_counts"), "evaluate", "load_data")
               if (script, place) not in HANGS and (script != "cpu_ddp" or place != "evaluate")]])
 def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place):
@@ -327,8 +326,8 @@ def test_each_flag_is_used(script):
 
 
 @pytest.mark.parametrize("script, flag, value, nproc", [
-    *[(script, "--global-batch", 100, 1) for script in SCRIPTS],
-    *[(script, "--global-batch", 1, 2) for script in SCRIPTS],
+    *[(script, "--global-batch", 100, 1) for script in DDP_SCRIPTS],
+    *[(script, "--global-batch", 1, 2) for script in DDP_SCRIPTS],
     ("synthetic_ddp", "--global-batch", 13, 3), (CIFAR, "--batch-size", -1, 1)])
 def test_a_batch_that_does_not_fit_is_an_error_line(script, flag, value, nproc):
     """There are 56 samples, and each process needs a share."""

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from harness import BEST, run_to_end
+from harness import run_to_end
 from image_folder import write_images
 from PIL import Image
-from scripts import SCRIPTS, load_script
+from scripts import BEST_SCRIPTS, SCRIPTS, load_script
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
@@ -383,7 +383,7 @@ def with_clock(module, rank, seen):
     time.monotonic = time.perf_counter = lambda: sum(clock)
 
 
-@pytest.mark.parametrize("script", BEST)
+@pytest.mark.parametrize("script", BEST_SCRIPTS)
 def test_rate_speed_wait_and_time_left_are_true(script):
     """Two processes, 2 epochs of 7 steps of 8 samples. wait is that of the slowest process."""
     more = ["--log-every", 4] if script == "cifar10_ddp" else []

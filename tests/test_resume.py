@@ -23,20 +23,20 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from copies import make_copy
-from harness import (BEST, EPOCHS, SCRIPTS, STEPS, flags_of, kill_at, load_script, own_flags, run,
-                     run_to_end, text_of, unequal)
+from harness import (EPOCHS, STEPS, flags_of, kill_at, own_flags, run, run_to_end, text_of,
+                     unequal)
 from launchers import start, wait_until_gone
-from scripts import SCRIPTS as TABLE
+from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 
-scripts = pytest.mark.parametrize("script", SCRIPTS)
-scripts_with_best = pytest.mark.parametrize("script", BEST)
+scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
+scripts_with_best = pytest.mark.parametrize("script", BEST_SCRIPTS)
 CIFAR = "cifar10_ddp"  # whose state is the step: it can stop, and save, after any one
-LOADER = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1)}
+MORE = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1, "--save-every", 0)}
 
 
 def noisy(script, path, *more):
     """Return flags of a run that draws random numbers wherever it can, in loader processes, too."""
-    return (*flags_of(script), *LOADER.get(script, ()), "--checkpoint", path, *more)
+    return (*flags_of(script), *MORE.get(script, ()), "--checkpoint", path, *more)
 
 
 def kill(script, *flags, at, nproc=2, problem="noisy"):
@@ -87,8 +87,12 @@ def assert_same_files(path, expected, what):
     for found, other in ((path, expected), (Path(f"{path}.best"), Path(f"{expected}.best"))):
         assert found.exists() == other.exists(), f"{what}: is there {found.name}? {found.exists()}"
         different = unequal(found, other) if found.exists() else []
-        assert not different, f"{what}, and resumed: {found.name} is not that of a whole run, in " + (
-            f"{len(different)} places: {different[0]}")
+        assert not different, (
+            f"{what}, and resumed: {found.name} is not that of a whole run, in {len(different)} "
+            f"places: {different[0]}")
+    if found.exists():
+        names = torch.load(found).keys()
+        assert names == torch.load(path)["model"].keys(), f"{what}: the best weights are {names}"
 
 
 # ---- killed at any place ----
@@ -101,8 +105,8 @@ PLACES = {
 
 
 @pytest.mark.parametrize("script, place", [
-    (script, place) for script in SCRIPTS for place in PLACES
-    if script in BEST or "evaluation" not in place])
+    (script, place) for script in DDP_SCRIPTS for place in PLACES
+    if script in BEST_SCRIPTS or "evaluation" not in place])
 def test_killed_and_resumed_bit_for_bit(script, place, whole, tmp_path):
     """With dropout, BatchNorm and random transforms. What was written half does not disturb.
 
@@ -152,7 +156,7 @@ def test_killed_in_a_step_and_resumed_with_other_flags_that_may_change(script, w
     assert_same_files(path, whole(script), f"{script} is killed in a step, {changed}")
 
 
-@pytest.mark.parametrize("script, folder", [*[(script, "") for script in SCRIPTS],
+@pytest.mark.parametrize("script, folder", [*[(script, "") for script in DDP_SCRIPTS],
                                             (CIFAR, "folder")])
 def test_its_own_data_and_model_resume_bit_for_bit(script, folder, tmp_path):
     flags = own_flags(script, folder and tmp_path / folder)
@@ -217,7 +221,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(name, whole, tmp_
         signal_at(2, signal.Signals[name], sender=1)(module, rank, seen)
 
     path = tmp_path / "run.pt"
-    ranks = run(CIFAR, *noisy(CIFAR, path), problem="noisy", change=change)
+    ranks = run(CIFAR, *noisy(CIFAR, path, "--save-every", 5), problem="noisy", change=change)
     text = text_of(ranks)
     steps = [sum(event[0] == "step" for event in rank.seen) for rank in ranks]
     assert steps in ([2, 2], [3, 3]), f"{name} in step 2: the ranks stop after {steps}\n{text}"
@@ -294,7 +298,7 @@ def test_it_saves_every_few_minutes(tmp_path):
 def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
     """Accuracies of 4 epochs: 0.2, 0.6, 0.6, 0.1. The first of equal ones stays.
 
-    A run is killed between the two saves of the best epoch, and resumed.
+    A run is killed between the two saves of the best epoch, and once after it.
     """
     def change(module, rank, seen):
         def build_optimizer(args, model, steps):
@@ -309,24 +313,26 @@ def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
         plain, module.build_optimizer = module.build_optimizer, build_optimizer
         module.evaluate = evaluate
 
-    def kill_between(module, rank, seen):
-        change(module, rank, seen)
-        kill_at(os, "replace", 4)
+    def kill_at_rename(number):
+        def change_and_kill(module, rank, seen):
+            change(module, rank, seen)
+            kill_at(os, "replace", number)
+
+        return change_and_kill
 
     flags = (*flags_of(script), "--epochs", 4, "--checkpoint")
     one, path = tmp_path / "one.pt", tmp_path / "run.pt"
     (rank,) = run_to_end(script, *flags, one, nproc=1, change=change)
     best = torch.load(f"{one}.best")
-    model = torch.load(one)["model"]
-    assert best.keys() == model.keys(), f"{script}: FILE.best is no state_dict: {list(best)}"
     weights = torch.cat([tensor.flatten() for tensor in best.values()])
     steps = [event[1] for event in rank.seen if event[0] == "step"]
     found = [number for number, step in enumerate(steps, 1) if torch.equal(step, weights)]
     assert found == [2 * STEPS], f"{script}: the best weights are those after the steps {found}"
-    (rank,) = run(script, *flags, path, nproc=1, change=kill_between)
-    assert rank.code == -signal.SIGKILL, f"{script} was not killed:\n{rank.text}"
+    for number in (4, 3):
+        (rank,) = run(script, *flags, path, nproc=1, change=kill_at_rename(number))
+        assert rank.code == -signal.SIGKILL, f"{script} was not killed:\n{rank.text}"
     run_to_end(script, *flags, path, nproc=1, change=change)
-    assert_same_files(path, one, f"{script} is killed between two saves of an epoch")
+    assert_same_files(path, one, f"{script} is killed between two saves, and after them")
 
 
 # ---- the file ----
@@ -431,8 +437,8 @@ def reversed_order(data):
 
 
 @pytest.mark.parametrize("script, part, edit, named", [
-    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in SCRIPTS],
-    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST],
+    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in DDP_SCRIPTS],
+    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST_SCRIPTS],
     ("fashionmnist_ddp", 0, reversed_order, "labels_checksum was ")])
 def test_other_samples_are_another_run(script, part, edit, named, stopped, tmp_path):
     """As of a data set that has grown since, or of files that are listed in another order."""
@@ -502,8 +508,8 @@ def disturb(job, way, chance):
 @scripts
 def test_killed_at_random_and_resumed_exactly(script, request, tmp_path):
     """On two processes, with the script's own data and model: a step is only longer."""
-    launcher, nproc = TABLE[script].start
-    kills = -(-request.config.getoption("--kills") // len(SCRIPTS))
+    launcher, nproc = SCRIPTS[script].start
+    kills = -(-request.config.getoption("--kills") // len(DDP_SCRIPTS))
     seed = request.config.getoption("--kill-seed")
     name = f"{script} by {launcher}, --kill-seed {seed}"
     chance = random.Random(name)
@@ -514,7 +520,7 @@ def test_killed_at_random_and_resumed_exactly(script, request, tmp_path):
     run_to_end(script, *flags, other, nproc=nproc, problem="own")
     if script == CIFAR:
         flags[:0] = ["--save-every", 0.01]
-    first = kills * SCRIPTS.index(script)
+    first = kills * DDP_SCRIPTS.index(script)
     order = random.Random(seed).sample(WAYS, len(WAYS))  # other cases use the other ways
     ways = [order[number % len(WAYS)] for number in range(first, first + kills)]
     counts = Counter()

@@ -114,13 +114,9 @@ class Training:
         self.alive()
         return cut(load_data(*arguments, **options), [], self.order.samples)
 
-    def see_resume(self, resume, *arguments, **options):
-        for value in [*arguments, *options.values()]:
-            if isinstance(value, dict) and any(
-                    hasattr(item, "load_state_dict") for item in value.values()):
-                self.saved = value
-        self.progress = options.get("progress", arguments[-1] if arguments else {})
-        return resume(*arguments, **options)
+    def see_resume(self, resume, checkpoint, run, saved, progress):
+        self.saved, self.progress = saved, progress
+        return resume(checkpoint, run, saved, progress)
 
     def see_autocast(self, enter, autocast):
         if autocast._enabled:
@@ -324,11 +320,11 @@ class Call:
         """Call it. If it draws random numbers of torch, draw those of its samples instead."""
         state = torch.get_rng_state()
         result = self.again(change)
-        samples = rows([change(value) for value in self.batch])
-        if torch.equal(torch.get_rng_state(), state) or not samples:
+        if torch.equal(torch.get_rng_state(), state):
             return result
         self.draws = True
         torch.set_rng_state(state)
+        samples = rows([change(value) for value in self.batch])
         with OfSamples([int(sample[0], 16) % 2**63 for sample in samples]):
             return self.again(change)
 
@@ -490,12 +486,11 @@ def sample(data, index):
 
 
 # ---- Numbers ----
-def save(function, value, file, *arguments, **options):
+def save(function, obj, f, *arguments, **options):
     """torch.save(), which opens a file in C++, where the guard does not see it."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(file, (str, os.PathLike)):
-            file = stack.enter_context(open(file, "wb"))
-        function(value, file, *arguments, **options)
+    is_path = isinstance(f, (str, os.PathLike))
+    with open(f, "wb") if is_path else contextlib.nullcontext(f) as file:
+        function(obj, file, *arguments, **options)
 
 
 def digest(value):
