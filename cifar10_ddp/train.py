@@ -542,13 +542,13 @@ class Timer:
 
     def __init__(self, args, epoch, steps):
         self.args, self.epoch, self.steps = args, epoch, steps
-        self.first_step = None
+        self.first_step, self.start_of_epoch = None, time.monotonic()
 
     def log(self, step, sums, wait):
         """Print rank 0's loss in this epoch, and the speed since the epoch's first step."""
         now = time.monotonic()
         if self.first_step is None:  # it is slower, and not timed
-            self.first_step, self.first_wait = step, wait
+            self.first_step = step
             self.start = self.last = now
         elif now - self.last >= self.args.log_every:
             self.last = now
@@ -557,7 +557,7 @@ class Timer:
             log(f"epoch {self.epoch + 1}/{self.args.epochs}  step {step}/{self.steps}  "
                 f"loss {sums.loss / sums.samples:.4f}  "
                 f"{rate * self.args.global_batch:,.0f} samples/s  "
-                f"wait {(wait - self.first_wait) / seconds:.0%}  "
+                f"wait {wait / (now - self.start_of_epoch):.0%}  "
                 f"{timedelta(seconds=round((self.steps - step) / rate))} left")
 
 
