@@ -191,8 +191,8 @@ class Training:
                     item, (torch.nn.Module, torch.optim.Optimizer)):
                 self.record.state[name] = digest(item.state_dict())
         self.record.state.update({name: digest(value) for name, value in self.progress.items()})
-        if self.saved:
-            self.record.saved = os.path.exists(getattr(args, "checkpoint", None) or "")
+        is_saved = os.path.exists(getattr(args, "checkpoint", None) or "")
+        self.record.saved = is_saved if is_saved or self.saved else None
 
     def weights(self):
         """Return all weights of saved models, and of the optimizers, by name."""
