@@ -121,6 +121,43 @@ def loss_and_counts(args, model, images, targets):
               for output, target in zip(model(images), targets)]
     return torch.zeros(()), torch.stack(errors).sum()
 """
+VAE = """
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, count, noise):
+        self.inputs, self.noise = torch.rand(count, 10), noise
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index] + self.noise * random.random() * torch.rand(10), index
+
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(10, 8)
+        self.decoder = nn.Linear(4, 10)
+
+    def forward(self, inputs):
+        mean, logs = self.encoder(inputs).chunk(2, 1)
+        sample = mean + torch.randn_like(mean) * logs.exp()
+        return self.decoder(sample), mean.square() + (2 * logs).exp() - 1 - 2 * logs
+
+
+def load_data(args):
+    return Noisy(100, noise=0.1), Noisy(30, noise=0.0)
+
+
+def build_model(args):
+    return VAE()
+
+
+def loss_and_counts(args, model, inputs, indices):
+    outputs, divergence = model(inputs)
+    error = (outputs - inputs).square().sum() + divergence.sum() / 2
+    return error / len(inputs), indices.sum()
+"""
 GAN = """
 class Maker(nn.Module):
     def __init__(self):

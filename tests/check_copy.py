@@ -4,7 +4,8 @@
     python check_copy.py my.py [flags of my.py]
 
 The check trains my.py for two epochs on a few of its own samples: on one process, on two, and
-stopped and resumed. It compares data, gradients, weights and results, and says what differs.
+stopped and resumed. It compares data, gradients, weights and results, and says what differs: for
+gradients without augment(), and with random numbers that depend on the sample, not on the process.
 Start it in the folder in which my.py finds its data.
 
 Your files: my.py works in a temporary folder, which has copies of your files of up to 1 MB (16 MB
@@ -19,10 +20,10 @@ computes from its share and only logs; files that all ranks write; the names (mo
 that my.py saves by itself; an optimizer.step() after several batches, each with zero_grad(); equal
 weights of a share's unequal parts (cifar10_ddp).
 
-What is not checked is printed first. Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot
-be checked, 3 if nothing fails, but the steps of one and two processes, the validation results or
-the resume could not be compared: this does not show that my.py is right. A copy without validation
-samples, or without --checkpoint, has nothing to compare there.
+Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked, 3 if nothing fails, but
+the steps of one and two processes, the validation results or the resume could not be compared: this
+does not show that my.py is right. What is not checked is printed first (???? leads to status 3; not
+----, for example without validation samples or resume()).
 """
 import math
 import os
@@ -47,7 +48,8 @@ def main():
         return 0 if sys.argv[1:] else 2
     path = os.path.realpath(sys.argv[1])
     if why_not(path):
-        return refuse(sys.argv[1], why_not(path))
+        skip(sys.argv[1], why_not(path))
+        return print_all()
     # Paths of sockets of loader processes (44 more characters here) have 103 at most
     short = "/tmp" if len(os.path.realpath(tempfile.gettempdir())) > 59 else None
     try:
@@ -55,17 +57,17 @@ def main():
                 scratch.Servers(folder) as servers:
             return compare(servers, os.path.realpath(folder), path, sys.argv[2:])
     except KeyboardInterrupt:
-        return refuse("the rest", "interrupted")
+        skip("the rest", "interrupted")
+        return print_all()
 
 
 def why_not(path):
-    """Return why a file is no copy of a script of this version, or ''."""
+    """Return why a file is no copy of a DDP script, or ''."""
     if not os.path.isfile(path):
         return "there is no such file"
     text = pathlib.Path(path).read_text(errors="replace")
-    if not all(name in text for name in ("parse_args", "load_data", "train")):
-        return "it is no copy of a DDP script of this collection"
-    return ""
+    known = all(name in text for name in ("parse_args", "load_data", "train"))
+    return "" if known else "it is no copy of a DDP script of this collection"
 
 
 def compare(servers, folder, path, flags):
@@ -73,9 +75,7 @@ def compare(servers, folder, path, flags):
     said.clear()
     mirror, common = make_mirror(folder, path, flags)
     seen, problems = train_copies(servers, common)
-    if not seen:
-        return 2
-    if check_data(seen, problems):
+    if seen and check_data(seen, problems):
         for promise in (check_leak, check_ends, check_ranks, check_loss, check_steps,
                         check_evaluation, check_resume):
             if "two" in seen or promise not in (check_ranks, check_steps, check_evaluation):
@@ -123,11 +123,11 @@ def train_copies(servers, common):
                   "data for reading alone, and write to new files at relative paths"
                   if scratch.REFUSED in end else
                   f"one process cannot train to the end (on a CPU, {TRAINING_SAMPLES} samples)")
-        refuse("anything", f"{reason}:{end}")
+        skip("anything", f"{reason}:{end}")
         return {}, {}
     one = seen["one"][0]
     if not one.steps:
-        refuse("anything", "train() has made no step of an optimizer")
+        skip("anything", "train() has made no step of an optimizer")
         return {}, {}
     print(f"Now on two processes, and stopped and resumed: about {6 * one.seconds:.0f} s more (if "
           f"the processes wait for each other, {WAIT} s more).", flush=True)
@@ -160,13 +160,8 @@ def check(promise, good, otherwise):
 
 
 def skip(promise, reason, main=False):
-    """Say that a promise is not checked. main: without it, the check does not show enough."""
+    """Say that a promise is not checked. main: without it, the copy may be wrong."""
     say("????" if main else "----", f"not checked: {promise}: {reason}")
-
-
-def refuse(promise, reason):
-    print(f"----  not checked: {promise}: {reason}")
-    return 2
 
 
 def some(names):
@@ -184,10 +179,10 @@ def print_all():
     counts = {"not checked": words.count("????") + words.count("----"), "ok": words.count("ok"),
               "FAIL": words.count("FAIL"), "noted": words.count("note")}
     print(", ".join(f"{count} {name}" for name, count in counts.items() if count))
-    if "FAIL" in words or "????" not in words:
-        return int("FAIL" in words)
-    print("This does not show that the copy is right: compare what is not checked by hand.")
-    return 3
+    status = 1 if "FAIL" in words else 2 if "ok" not in words else 3 if "????" in words else 0
+    if status == 3:
+        print("This does not show that the copy is right: compare what is not checked by hand.")
+    return status
 
 
 # ---- The promises, in the order in which they are printed ----
@@ -398,10 +393,6 @@ def first_norms(steps):
             for name, norm in step["norms"].items()}
 
 
-UNLESS = (". Unless it must, give F.dropout training=self.training, and augment images only if "
-          "model.training")
-
-
 def check_evaluation(seen, problems):
     """Compare the validation results of the same weights on one and two processes."""
     promise = "the same weights have the same validation results on one and two processes"
@@ -416,16 +407,17 @@ def check_evaluation(seen, problems):
     pairs = [*zip(two["results"], one["results"])][no_mean:]  # the loss has a note of its own
     same = all(math.isclose(*pair, rel_tol=2 * seen["one"][0].tolerance, abs_tol=1e-6)
                or str(pair[0]) == str(pair[1]) for pair in pairs)  # NaN is not equal to NaN
+    if one["draws"]:
+        say("note", "the evaluation draws random numbers. Unless it must, give F.dropout "
+            "training=self.training, and augment images only if model.training")
     if one["dropout"]:
         check(promise, False, "dropout is active. Call model.eval() in evaluate()")
     elif one["draws"] and not same:
-        skip(promise, f"the evaluation draws random numbers{UNLESS}", main=True)
+        skip(promise, "random numbers make them differ", main=True)
     elif no_mean and not (same and pairs):
         skip(promise, "the loss is no mean over the samples: what each rank computes depends on "
              "its batches", main=True)
     else:
-        if one["draws"]:
-            say("note", f"the evaluation draws random numbers, here those of its samples{UNLESS}")
         check(promise, same, f"{two['results']} on two, {one['results']} on one. Evaluate each "
               "sample once: let each rank take its share, without drop_last, and return the "
               "results of the sums over all ranks. Return counts as sums, not as means of a batch. "

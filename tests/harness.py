@@ -21,20 +21,11 @@ import torch.nn.functional as F
 import torchvision  # noqa: F401  once, too
 from image_folder import write_images
 from launchers import clean_environment, free_port
-from scripts import load_script
+from scripts import SCRIPTS, load_script
 from torch.utils.data import TensorDataset
 
-TENSORS = ("cpu_ddp", "fashionmnist_ddp", "mnist_dp")  # load_data() returns tensors, of others data sets
-BEST = ("fashionmnist_ddp", "synthetic_ddp", "cifar10_ddp")  # have validation samples, FILE.best
-SCRIPTS = ("cpu_ddp", *BEST)
 TRAIN, VAL = 56, 18  # samples of the problem. The first number of a sample is its own number
 EPOCHS, STEPS = 3, 4
-OWN = {  # flags with which a script trains on its own data for a moment
-    "cpu_ddp": ("--samples", 60),
-    "fashionmnist_ddp": ("--fake-data", 60),
-    "synthetic_ddp": ("--samples", 80, "--workers", 1),
-    "cifar10_ddp": ("--fake-data", 60, "--model", "squeezenet1_1", "--image-size", 32,
-                    "--workers", 1)}
 
 
 def flags_of(script):
@@ -46,7 +37,7 @@ def flags_of(script):
 
 def own_flags(script, folder=None):
     """Return flags to train on generated samples, or on images in a folder, which are written."""
-    flags = [*flags_of(script), *OWN[script], "--lr", 0.01, "--epochs", 2]
+    flags = [*flags_of(script), *SCRIPTS[script].own, "--lr", 0.01, "--epochs", 2]
     if folder:
         place = flags.index("--fake-data")
         flags[place:place + 2] = ["--image-folder", write_images(folder, 60, 5)]
@@ -77,7 +68,7 @@ def give_problem(module, script, seen, noisy):
         y = (x[:, 1] > 0).long()
         x[:, 0] = torch.arange(TRAIN + VAL)
         sets = [(x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])]
-        if script not in TENSORS:
+        if SCRIPTS[script].data == "data sets":
             return [(RandomSet if noisy else TensorDataset)(*tensors) for tensors in sets]
         return sets[0] if script == "cpu_ddp" else sets
 
@@ -151,7 +142,7 @@ def run(script, *flags, nproc=2, problem="plain", change=lambda module, rank, se
         seen = []
         if problem != "own":
             give_problem(module, script, seen, problem == "noisy")
-            if script not in TENSORS:
+            if SCRIPTS[script].data == "data sets":
                 sys.argv[1:1] = ["--workers", "0"]
         change(module, rank, seen)
         try:

@@ -15,12 +15,10 @@ class Script(NamedTuple):
     learned: tuple[str, float]  # a name in the log, and what it is at least (a loss: at most) then
     header: str  # what the first line then begins with; {nproc}: processes
     start: tuple[str, int]  # how the smoke test starts it: launcher, processes
+    own: tuple  # flags with which it trains on its own data for a moment
+    data: str  # what load_data() returns: "tensors", or "data sets", which have loader processes
     saves: str = "epoch"  # what it resumes after: an "epoch", any "step", or "" (it does not save)
     best: bool = True  # whether it has validation samples, and saves the best weights
-    several_processes: bool = True
-    any_number: bool = True  # of processes. False: the number must divide --global-batch
-    data_flag: str = "--fake-data"  # takes the number of generated training samples
-    no_children: tuple = ()  # flags with which it starts no loader processes
 
 
 SCRIPTS = {
@@ -29,44 +27,47 @@ SCRIPTS = {
         learned=("loss", 2.0),  # without training: about 20
         header="world size {nproc} | global batch 16 ",
         start=("torchrun", 2),
+        own=("--samples", 60),
+        data="tensors",
         best=False,
-        data_flag="--samples",
     ),
     "mnist_dp": Script(
-        learn=("--fake-data", "--lr", 2e-3, "--batch-size", 16),
+        learn=("--fake-data", "--lr", 2e-3, "--global-batch", 16),
         learned=("val_accuracy", 0.7),
         header="GPUs none",
         start=("python", 1),
+        own=("--fake-data", 60),
+        data="tensors",
         saves="",
         best=False,
-        several_processes=False,
     ),
     "cifar10_ddp": Script(
-        learn=("--fake-data", 256, "--image-size", 16, "--lr", 0.3, "--global-batch", 12),
+        learn=("--fake-data", 256, "--image-size", 16, "--lr", 0.015, "--global-batch", 12),
         learned=("val_accuracy", 0.6),
         header="world size {nproc} on cpu | resnet18 | global batch 12 ",
         start=("torchrun", 2),
+        own=("--fake-data", 60, "--model", "squeezenet1_1", "--image-size", 32, "--workers", 1),
+        data="data sets",
         saves="step",
-        no_children=("--workers", 0),
     ),
     "fashionmnist_ddp": Script(
         learn=("--fake-data", "--global-batch", 16),
         learned=("val_accuracy", 0.5),
         header="world size {nproc} on cpu | global batch 16 ",
         start=("spawn", 2),
+        own=("--fake-data", 60),
+        data="tensors",
     ),
     "synthetic_ddp": Script(
         learn=("--lr", 0.05, "--global-batch", 32),
         learned=("val_accuracy", 0.85),
         header="world size {nproc} on cpu | global batch 32 ",
         start=("torchrun", 2),
-        any_number=False,
-        data_flag="--samples",
-        no_children=("--workers", 0),
+        own=("--samples", 80, "--workers", 1),
+        data="data sets",
     ),
 }
-DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.several_processes]
-EPOCH_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves == "epoch"]
+DDP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves]
 STEP_SCRIPTS = [name for name, script in SCRIPTS.items() if script.saves == "step"]
 BEST_SCRIPTS = [name for name, script in SCRIPTS.items() if script.best]
 

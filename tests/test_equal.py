@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import (BEST, EPOCHS, OWN, SCRIPTS, STEPS, TRAIN, VAL, flags_of, give_problem,
-                     load_script, own_flags, run_to_end, text_of, weights_of)
+from harness import (EPOCHS, STEPS, TRAIN, VAL, flags_of, give_problem, own_flags, run_to_end,
+                     text_of, weights_of)
+from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 
-scripts = pytest.mark.parametrize("script", SCRIPTS)
-scripts_with_best = pytest.mark.parametrize("script", BEST)
+scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
+scripts_with_best = pytest.mark.parametrize("script", BEST_SCRIPTS)
 numbers_of_processes = pytest.mark.parametrize("nproc", [1, 2, 3])
 
 
@@ -63,11 +64,11 @@ def test_a_step_has_the_same_samples_and_an_epoch_has_each_sample_once(script, n
 
 @scripts
 def test_the_order_differs_by_epoch_and_by_seed(script):
-    orders = epochs(samples_of_steps(script, 1)) + epochs(samples_of_steps(script, 1, seed=1))
+    orders = epochs(samples_of_steps(script, 2)) + epochs(samples_of_steps(script, 2, seed=1))
     for number, order in enumerate(orders):
         assert order not in orders[:number], (
             f"{script}: 3 epochs with --seed 0, 3 with --seed 1: number {number} repeats an order")
-    first, other = (trained(script, 1, seed)[0].seen[0][1] for seed in (0, 1))
+    first, other = (trained(script, 2, seed)[0].seen[0][1] for seed in (0, 1))
     assert not torch.equal(first, other), f"{script}: --seed 1 starts with the weights of --seed 0"
 
 
@@ -109,13 +110,13 @@ def test_weights_and_results_are_those_of_a_plain_loop(script, nproc):
         loss = F.cross_entropy(model(x[step, 1:]), y[step])
         loss.backward()
         optimizer.step()
-        if script in BEST:  # the others have no schedule
+        if script in BEST_SCRIPTS:  # the others have no schedule
             schedule.step()
         losses.append(loss.item())
         expected.append(weights_of(model))
         if number % STEPS == 0:
             results = {"loss": sum(losses[-STEPS:]) / STEPS}
-            if script in BEST:
+            if script in BEST_SCRIPTS:
                 logits = model(val_x[:, 1:])
                 results["val_loss"] = F.cross_entropy(logits, val_y).item()
                 results["val_accuracy"] = (logits.argmax(1) == val_y).double().mean().item()
@@ -195,7 +196,7 @@ def test_all_ranks_use_the_flags_of_rank_0(script):
     assert same, f"{script}: rank 1 was given other flags, and trains otherwise\n{text_of(found)}"
 
 
-@pytest.mark.parametrize("script, folder", [*[(script, "") for script in SCRIPTS],
+@pytest.mark.parametrize("script, folder", [*[(script, "") for script in DDP_SCRIPTS],
                                             ("cifar10_ddp", "folder")])
 def test_its_own_data_and_model_train_the_same_on_one_and_two_processes(script, folder, tmp_path):
     """With its own optimizer and schedule, random crops, shifts and flips.
@@ -224,7 +225,7 @@ def test_generated_samples_depend_on_the_seed_and_those_to_validate_are_others(s
 
     def inputs_of(seed):
         torch.manual_seed(seed)
-        args = module.parse_args([*map(str, OWN[script]), "--seed", str(seed)])
+        args = module.parse_args([*map(str, SCRIPTS[script].own), "--seed", str(seed)])
         data = module.load_data(args)
         for part in [data] if script == "cpu_ddp" else data:
             pairs = zip(*part) if isinstance(part, (tuple, list)) else part

@@ -15,18 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from copies import make_copy
-from harness import (BEST, SCRIPTS, STEPS, flags_of, kill_at, load_script, own_flags, run,
-                     run_to_end, text_of)
+from harness import STEPS, flags_of, kill_at, own_flags, run, run_to_end, text_of
 from launchers import run as run_command
 from launchers import start, wait_until_gone
-from scripts import ROOT, script_path
+from scripts import DDP_SCRIPTS, ROOT, SCRIPTS, load_script, script_path
 from slurm_lab import Network, booted, reason_to_skip
 from torch.multiprocessing import ProcessExitedException, start_processes
 from torch.utils.data import TensorDataset
 
 CIFAR, FASHION = "cifar10_ddp", "fashionmnist_ddp"
-scripts = pytest.mark.parametrize("script", SCRIPTS)
-all_scripts = pytest.mark.parametrize("script", [*SCRIPTS, "mnist_dp"])
+scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
+all_scripts = pytest.mark.parametrize("script", SCRIPTS)
 
 
 def errors_of(ranks, words, what):
@@ -57,7 +56,7 @@ GIVEN_TO_MNIST_DP = {
     "srun -n 1 python": (ONE_TASK, (0, False), ""),
     "GPUs that are not usable": ({}, (2, False), "CUDA_VISIBLE_DEVICES="),
 }
-CASES = [*[(script, case) for script in SCRIPTS for case in GIVEN
+CASES = [*[(script, case) for script in DDP_SCRIPTS for case in GIVEN
            if script != "cpu_ddp" or "GPUs" not in case],
          *[("mnist_dp", case) for case in GIVEN_TO_MNIST_DP]]
 
@@ -110,24 +109,31 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(tmp_path):
 
 
 # ---- a process that hangs ----
-def sleep_here(*_, **__):
-    """Hang, until rank 0 has ended after its --timeout of 5 seconds."""
-    time.sleep(8)
-    sys.exit(1)
-
-
 class SleepingSet(TensorDataset):
     def __getitem__(self, index):
         time.sleep(100)  # in a loader process
 
 
-def sleep_in(place):
+def hang_in(place, ended):
+    """Return a change by which rank 1 hangs in a function until rank 0 has ended, a minute long."""
+    def sleep_here(*_, **__):
+        for _ in range(600):
+            time.sleep(0.1)
+            if ended.exists():
+                sys.exit(1)
+        print("rank 0 does not end")
+
     def change(module, rank, seen):
-        if place == "Dataset":
-            data = SleepingSet(torch.zeros(40, 4), torch.zeros(40))
-            module.load_data = lambda args: (setattr(args, "classes", "01"), (data, data))[1]
-        elif rank == 1:
+        def train(args):
+            try:
+                plain(args)
+            finally:
+                ended.touch()
+
+        if rank == 1:
             setattr(module, place, sleep_here)
+        else:
+            plain, module.train = module.train, train
 
     return change
 
@@ -138,21 +144,28 @@ HANGS = [("cpu_ddp", "loss_of"), (FASHION, "evaluate"), ("synthetic_ddp", "load_
 
 
 @pytest.mark.parametrize("script, place", [
-    *HANGS, *[pytest.param(script, place, marks=pytest.mark.slow) for script in SCRIPTS
+    *HANGS, *[pytest.param(script, place, marks=pytest.mark.slow) for script in DDP_SCRIPTS
               for place in (LOSS.get(script, "loss_and_counts"), "evaluate", "load_data")
               if (script, place) not in HANGS and (script != "cpu_ddp" or place != "evaluate")]])
-def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place):
+def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place, tmp_path):
     """Before the others end with an error, after --timeout. torchrun would name rank 0 alone."""
-    ranks = run(script, *flags_of(script), "--timeout", 5, change=sleep_in(place))
+    ranks = run(script, *flags_of(script), "--timeout", 5,
+                change=hang_in(place, tmp_path / "ended"))
     assert re.search(r'File ".*test_mistakes.py", line \d+ in sleep_here', ranks[1].text), (
         f"{script}: rank 1 hangs in {place}, and does not say so:\n{text_of(ranks)}")
-    assert ranks[0].code == 1, (
+    assert ranks[0].code == 1 and "does not end" not in ranks[1].text, (
         f"{script}: rank 1 hangs in {place}, and rank 0 does not end:\n{text_of(ranks)}")
 
 
 def test_a_loader_process_that_hangs_prints_its_lines():
-    (rank,) = run(CIFAR, *flags_of(CIFAR), "--workers", 1, "--timeout", 5, nproc=1,
-                  change=sleep_in("Dataset"))
+    def change(module, rank, seen):
+        def load_data(args):
+            args.classes = ["no", "yes"]
+            return 2 * [SleepingSet(torch.zeros(40, 4), torch.zeros(40).long())]
+
+        module.load_data = load_data
+
+    (rank,) = run(CIFAR, *flags_of(CIFAR), "--workers", 1, "--timeout", 5, nproc=1, change=change)
     assert re.search(r'File ".*test_mistakes.py", line \d+ in __getitem__', rank.text), (
         f"{CIFAR}: a Dataset hangs in a loader process, which does not say so:\n{rank.text}")
     assert rank.code == 1, f"{CIFAR}: a Dataset hangs, and the run does not end:\n{rank.text}"
@@ -160,14 +173,14 @@ def test_a_loader_process_that_hangs_prints_its_lines():
 
 @scripts
 def test_only_a_process_that_hangs_prints_its_lines(script):
-    """Each batch starts the time anew, also in an evaluation; the end stops it."""
+    """The time starts before and after it connects, and with each batch; the end stops it."""
     def change(module, rank, seen):
         signal.setitimer = lambda which, seconds: seen.append(("alarm", seconds > 0))
 
     for rank in run_to_end(script, *flags_of(script), "--timeout", 300, change=change):
         kinds = [event[0] for event in rank.seen if event[0] in ("train", "val", "alarm")]
         text = "".join({"train": "b", "val": "b", "alarm": "a"}[kind] for kind in kinds)
-        assert re.fullmatch("a(ba+)+", text), f"{script}: batches b and alarms a are {text}"
+        assert re.fullmatch("aa(ba+)+", text), f"{script}: batches b and alarms a are {text}"
         assert rank.seen[-1] == ("alarm", False), f"{script} does not stop the alarm at its end"
 
 
@@ -327,8 +340,8 @@ def test_each_flag_is_used(script):
 
 
 @pytest.mark.parametrize("script, flag, value, nproc", [
-    *[(script, "--global-batch", 100, 1) for script in SCRIPTS],
-    *[(script, "--global-batch", 1, 2) for script in SCRIPTS],
+    *[(script, "--global-batch", 100, 1) for script in DDP_SCRIPTS],
+    *[(script, "--global-batch", 1, 2) for script in DDP_SCRIPTS],
     ("synthetic_ddp", "--global-batch", 13, 3), (CIFAR, "--batch-size", -1, 1)])
 def test_a_batch_that_does_not_fit_is_an_error_line(script, flag, value, nproc):
     """There are 56 samples, and each process needs a share."""
@@ -535,7 +548,7 @@ def test_the_pages_commands_train_on_machines_whose_own_name_is_a_loopback_addre
     page = (ROOT / "cpu_ddp/README.md").read_text().split("### Two machines by hand")[1]
     command = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1]
     for old, new in [("--nproc-per-node=4", "--nproc-per-node=1"), ("HOST", "10.9.8.2"),
-                     ("cifar10_ddp/train.py --global-batch 1024",
+                     ("cifar10_ddp/train.py --global-batch 4096 --batch-size 512",
                       f"{script_path('cpu_ddp')} --epochs 2"),
                      ("/shared/run.pt", str(tmp_path / "run.pt"))]:
         assert command.count(old) == 1, f"the command has no {old}:\n{command}"

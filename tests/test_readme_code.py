@@ -12,13 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import assert_equal, load_checkpoint
+import torch.nn as nn
 from copies import make_copy
-from forked import at_step, kill_after, train_and_kill, train_to_end, watch
+from harness import kill_at, run, run_to_end, text_of, unequal
 from image_folder import write_images
-from recorder import FewPixels, flat, use_small_model
 from scripts import BEST_SCRIPTS, ROOT, code_blocks, load_script, script_path
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 pytestmark = pytest.mark.slow
 # The Python blocks of each page, in order: a name, and the place of its code in a copy of the
@@ -87,17 +85,37 @@ def results(text):
     return [dict(result.rsplit(" ", 1) for result in line.split("  ")) for line in lines]
 
 
-def assert_resumes(*flags, steps, setup=lambda module, rank: None):
-    """my.py resumes exactly, killed after so many steps on two processes. Return its results."""
-    def killed(module, rank):
-        setup(module, rank)
-        kill_after(steps)
+def train(*flags, nproc=2, change=lambda module, rank, seen: None):
+    """Train my.py. Return the results of its epochs, and what change() has seen on rank 0."""
+    rank = run_to_end("my.py", *flags, nproc=nproc, problem="own", change=change)[0]
+    return results(rank.text), rank.seen
 
-    whole = train_to_end("my.py", *flags, "--checkpoint", "my.pt", setup=setup, nproc=2)
-    train_and_kill("my.py", *flags, "--checkpoint", "killed.pt", setup=killed, nproc=2)
-    train_to_end("my.py", *flags, "--checkpoint", "killed.pt", setup=setup, nproc=2)
-    assert_equal(Path("killed.pt"), Path("my.pt"))
-    return results(whole.text)
+
+def assert_resumes(*flags, kill, change=lambda module, rank, seen: None):
+    """my.py resumes exactly, killed at a call of its loss on two processes. Return its results."""
+    def killed(module, rank, seen):
+        change(module, rank, seen)
+        kill_at(module, "loss_and_counts", kill)
+
+    epochs, _ = train(*flags, "--checkpoint", "my.pt", change=change)
+    ranks = run("my.py", *flags, "--checkpoint", "killed.pt", problem="own", change=killed)
+    assert -9 in [rank.code for rank in ranks], f"it must be killed:\n{text_of(ranks)}"
+    train(*flags, "--checkpoint", "killed.pt", change=change)
+    different = unequal(Path("killed.pt"), Path("my.pt"))
+    assert not different, f"killed and resumed, and not killed, these differ: {different}"
+    return epochs
+
+
+def few_pixels(channels):
+    """Return a small model of images."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * channels, 10))
+
+
+def small(module, rank, seen):
+    """Replace the model of a script of images by a small one, and leave out flips and shifts."""
+    if hasattr(module, "fake_images"):
+        module.build_model = lambda args: few_pixels(3 if hasattr(module, "IMAGENET") else 1)
+        module.augment = lambda args, *batch: batch
 
 
 def test_each_block_of_code_is_tested():
@@ -115,7 +133,7 @@ def test_files_with_a_random_transform_resume_exactly_and_their_weights_classify
             inputs = torch.randn(20)
             torch.save((inputs, inputs[:3].argmax().item()), f"{name}/{number}.pt")
     copy_with("synthetic_ddp", "files")
-    assert_resumes(*SMALL, "--workers", 1, steps=6)
+    assert_resumes(*SMALL, "--workers", 1, kill=7)
     classes = re.findall(r"\d+", printed_by(CODE["use"][1]))
     assert len(classes) == 13, f"the page's code prints the classes of 13 samples, not {classes}"
     copy_with("synthetic_ddp", "files", "split")
@@ -130,9 +148,9 @@ def test_tensors_are_learned_and_their_weights_classify_as_in_the_run():
         inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(count))
         torch.save((inputs, inputs[:, :3].argmax(1)), name)
     copy_with("fashionmnist_ddp", "tensors")
-    text = train_to_end("my.py", *SMALL, "--lr", 0.02, "--checkpoint", "my.pt", nproc=2).text
-    best = max(float(epoch["val_accuracy"]) for epoch in results(text))
-    assert best > 0.8, f"the copy does not learn its data:\n{text}"
+    epochs, _ = train(*SMALL, "--lr", 0.02, "--checkpoint", "my.pt")
+    best = max(float(epoch["val_accuracy"]) for epoch in epochs)
+    assert best > 0.8, f"the copy does not learn its data: {epochs}"
     use = re.sub("^inputs = .*", "inputs = val_set[0]", CODE["use"][1], flags=re.MULTILINE)
     accuracy = "print((model(inputs).argmax(1) == val_set[1]).double().mean().item())"
     found = float(printed_by(f"{use}\n{accuracy}").split()[-1])
@@ -150,7 +168,8 @@ def test_a_run_starts_from_the_best_weights_of_another(script):
     args.classes = list("0123456789")
     best = load_script(script).build_model(args).state_dict()
     torch.save(best, "FILE.best")
-    assert_equal(dict(load_script("my.py").build_model(args).state_dict()), dict(best), "the model")
+    different = unequal(load_script("my.py").build_model(args).state_dict(), best)
+    assert not different, f"{script} starts from other weights than FILE.best has: {different}"
 
 
 # ---- make-it-yours: loss and metrics ----
@@ -165,7 +184,7 @@ def test_a_loss_with_class_weights_is_a_mean_over_the_samples(script):
     module.load_data(args)
     assert args.class_weights == pytest.approx([0.93] * 3 + [93 / 90] * 7), args.class_weights
     images, labels = torch.rand(93, 3, 32, 32), torch.arange(93) // 10  # sorted
-    model = FewPixels()
+    model = few_pixels(3)
     whole, first, second = (
         module.loss_and_counts(args, model, images[share], labels[share])[0].item()
         for share in (slice(93), slice(33), slice(33, 93)))
@@ -173,12 +192,18 @@ def test_a_loss_with_class_weights_is_a_mean_over_the_samples(script):
         f"{script}: the loss of 93 samples is {whole}, of 33 and 60 of them {first} and {second}")
 
 
-def test_f1_is_the_mean_over_the_classes():
-    copy_with("cifar10_ddp", "F1 counts", "F1")
+def test_f1_is_the_mean_over_the_classes_and_auc_the_share_of_pairs_in_order():
+    copy_with("cifar10_ddp", "F1 counts", "F1", "AUC")
+    module = load_script("my.py")
     counts = torch.tensor([[4.0, 6.0, 0.0], [5.0, 5.0, 0.0], [3.0, 4.0, 0.0]])
     expected = (2 * 3 / 9 + 2 * 4 / 11) / 2  # of the two classes that occur
-    found = float(load_script("my.py").metrics(counts, 10)["F1"])
+    found = float(module.metrics(counts, 10)["F1"])
     assert found == pytest.approx(expected), f"F1 must be {expected}, not {found}"
+    outputs, labels = torch.randint(5, (40,)).float(), torch.arange(40) % 3 % 2
+    ones, zeros = outputs[labels == 1].unsqueeze(1), outputs[labels == 0]
+    expected = ((ones > zeros).double() + (ones == zeros) / 2).mean().item()
+    found = module.auc(outputs, labels)
+    assert found == pytest.approx(expected), f"AUC must be {expected}, not {found}"
 
 
 AUC_DATA = """
@@ -195,19 +220,10 @@ def load_data(args):
 def test_auc_is_that_of_the_samples_of_all_processes(flags):
     """With --bf16, one of three processes has no validation samples."""
     copy_with("synthetic_ddp", "AUC", ("", AUC_DATA))
-    one, three = (results(train_to_end("my.py", "--global-batch", 12, "--epochs", 2, *flags,
-                                       nproc=nproc).text) for nproc in (1, 3))
+    one, three = (train("--global-batch", 12, "--epochs", 2, *flags, nproc=nproc)[0]
+                  for nproc in (1, 3))
     assert [epoch["val_AUC"] for epoch in one] == [epoch["val_AUC"] for epoch in three], (
         f"on one process {one}, on three {three}")
-
-
-def test_auc_is_the_share_of_pairs_in_the_right_order():
-    copy_with("synthetic_ddp", "AUC")
-    outputs, labels = torch.randint(5, (40,)).float(), torch.arange(40) % 3 % 2
-    ones, zeros = outputs[labels == 1].unsqueeze(1), outputs[labels == 0]
-    expected = ((ones > zeros).double() + (ones == zeros) / 2).mean().item()
-    found = load_script("my.py").auc(outputs, labels)
-    assert found == pytest.approx(expected), f"the AUC is {expected}, by the page's code {found}"
 
 
 def language_model():
@@ -220,9 +236,8 @@ def language_model():
 def test_a_language_model_learns_its_text():
     Path("input.txt").write_text("".join(chr(97 + n * n % 7) for n in range(6000)))
     copy_with("synthetic_ddp", language_model())
-    printed = results(train_to_end("my.py", "--global-batch", 8, "--lr", 0.01, "--epochs", 3,
-                                   nproc=2).text)
-    assert float(printed[-1]["val_accuracy"]) > 0.7, f"the text is not learned: {printed}"
+    epochs, _ = train("--global-batch", 8, "--lr", 0.01, "--epochs", 3)
+    assert float(epochs[-1]["val_accuracy"]) > 0.7, f"the text is not learned: {epochs}"
 
 
 TOKENS = """
@@ -241,27 +256,20 @@ def test_the_loss_of_tokens_is_their_mean_over_the_global_batch():
                         (2, CODE["tokens"][1])):
         copy_with("synthetic_ddp", language_model(), ("", TOKENS))
         make_copy("my.py", "my.py", (CODE["tokens"][0], code))
-        train_to_end("my.py", "--epochs", 2, "--global-batch", 16, "--checkpoint", f"{nproc}.pt",
-                     nproc=nproc)
-        states.append(load_checkpoint(f"{nproc}.pt")["model"])
+        train("--epochs", 2, "--global-batch", 16, "--checkpoint", f"{nproc}.pt", nproc=nproc)
+        states.append(torch.load(f"{nproc}.pt")["model"])
     for name, weight in states[0].items():
         assert torch.allclose(weight, states[1][name], atol=1e-3), (
             f"{name} must be {weight}, but by the page's code, it is {states[1][name]}")
 
 
 # ---- make-it-yours: the loop ----
-def small(module, rank):
-    """A setup for train_forked(): a small model, without random crops and flips."""
-    use_small_model(module, rank)
-    module.augment = lambda args, *batch: batch
-
-
 @all_scripts
 def test_blocks_of_the_loop_resume_exactly_together(script):
     copy_with(script, "clip", "average", "F1 counts", "F1")
-    printed = assert_resumes(*FLAGS[script], steps=13, setup=small)
-    assert len(printed) == 3 and all(0 < float(epoch["val_F1"]) <= 1 for epoch in printed), (
-        f"F1 in the log of three epochs: {printed}")
+    epochs = assert_resumes(*FLAGS[script], kill=13, change=small)
+    assert len(epochs) == 3 and all(0 < float(epoch["val_F1"]) <= 1 for epoch in epochs), (
+        f"F1 in the log of three epochs: {epochs}")
 
 
 class Writer:
@@ -279,42 +287,54 @@ class Writer:
         pass
 
 
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
 @all_scripts
 def test_blocks_of_the_loop_clip_average_and_report(script, monkeypatch):
     """One run of two processes. Gradients are clipped to 0.01.
 
     One is compiled, without the compiler behind torch.compile, which requires g++.
     """
-    def setup(module, rank):
-        def see_gradients(*_):
-            norms.append(flat(weight.grad for weight in models[0].parameters()).norm().item())
+    def see(module, rank, seen):
+        def build_optimizer(args, model, steps):
+            def before_step(*_):
+                norm = flat(weight.grad for weight in model.parameters()).norm().item()
+                seen.append(("norm", norm))
 
-        models, norms, weights, logged = [], [], [], []
-        small(module, rank)
+            optimizer, scheduler = build(args, model, steps)
+            optimizer.register_step_pre_hook(before_step)
+            optimizer.register_step_post_hook(
+                lambda *_: seen.append(("weights", flat(model.parameters()))))
+            return optimizer, scheduler
+
+        def log_results(args, epoch, results):
+            seen.extend(("log", f"{name} {epoch} {results[name]:.4f}") for name in results)
+            log(args, epoch, results)
+
+        small(module, rank, seen)
+        build, log = module.build_optimizer, module.log_results
+        module.build_optimizer, module.log_results = build_optimizer, log_results
         sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=Writer)
-        watch(module, "resume", lambda checkpoint, run, saved, _: models.append(saved["model"]))
-        watch(module, "log_results", lambda args, epoch, results: logged.extend(
-            f"{name} {epoch} {value:.4f}" for name, value in results.items()))
-        register_optimizer_step_pre_hook(see_gradients)
-        at_step(lambda _: weights.append(flat(models[0].parameters())))
-        return norms, weights, logged
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = ["compile"] if script == "synthetic_ddp" else []
     clip, steps = ((place, code.replace("1.0", "0.01").replace("100", "10"))
                    for place, code in (CODE["clip"], CODE["steps"]))
     copy_with(script, clip, steps, "average", *compiled, "TensorBoard", "profile")
-    norms, weights, logged = train_to_end("my.py", *FLAGS[script], "--checkpoint", "my.pt",
-                                          nproc=2, setup=setup).results[0]
+    _, seen = train(*FLAGS[script], "--checkpoint", "my.pt", change=see)
+    norms, weights, logged = ([value for name, value in seen if name == kind]
+                              for kind in ("norm", "weights", "log"))
     assert norms == pytest.approx(len(norms) * [0.01], rel=0.01), (
         f"clipped to 0.01, the gradients that are used have the norms {norms}")
     average = weights[0]
     for after_step in weights[1:]:
         average = 0.999 * average + 0.001 * after_step
-    found = load_checkpoint("my.pt")["ema"]
+    found = torch.load("my.pt")["ema"]
     del found["n_averaged"]
     names = [name.removeprefix("module.") for name in found]
-    assert list(load_checkpoint("my.pt.best")) == names, f"the average has other names: {names}"
+    assert list(torch.load("my.pt.best")) == names, f"the average has other names: {names}"
     error = ((flat(found.values()) - average).norm() / (weights[-1] - average).norm()).item()
     assert error < 0.01, f"the saved average is another one, by {error:.3g} of what it averages"
     text = Path("my.txt").read_text()
@@ -340,8 +360,9 @@ def test_an_own_data_set_has_the_samples_of_the_folder_of_its_images():
         args = module.parse_args([*flags, "--image-size", "48"])
         sets = module.load_data(args)
         torch.manual_seed(0)
-        found.append([[list(data[index]) for index in range(len(data))] for data in sets])
-    assert_equal(*found, "[training samples, validation samples]")
+        found.append({f"{number}/{index}/{part}": value for number, data in enumerate(sets)
+                      for index in range(len(data)) for part, value in enumerate(data[index])})
+    assert len(found[0]) == 36 and not unequal(*found), f"not the same: {unequal(*found)}"
 
 
 def test_the_weights_of_images_are_used_as_in_an_evaluation():
@@ -349,19 +370,13 @@ def test_the_weights_of_images_are_used_as_in_an_evaluation():
     write_images(Path("DIR"))
     model = ("--model", "shufflenet_v2_x0_5", "--image-size", "48")
     folder = ("--image-folder", "DIR", *model)
-    train_to_end("cifar10_ddp", *folder, "--global-batch", 6, "--epochs", 1, "--workers", 0,
-                 "--checkpoint", "images.pt")
+    run_to_end("cifar10_ddp", *folder, "--global-batch", 6, "--epochs", 1, "--workers", 0,
+               "--checkpoint", "images.pt", nproc=1, problem="own")
     code, old = CODE["use images"][1], '"--model", "resnet50", "--image-size", "224"'
     assert old in code, f"the page's code has no {old}"
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
-    names, logits = {}, []
-
-    def see_logits(module, inputs, output):
-        if module is names.get("model"):
-            logits.append(output)
-
-    with torch.nn.modules.module.register_module_forward_hook(see_logits):
-        printed = printed_by(code.replace(old, repr(list(model))[1:-1]), names).strip()
+    names = {}
+    printed = printed_by(code.replace(old, repr(list(model))[1:-1]), names).strip()
     module = load_script("cifar10_ddp")
     args = module.parse_args(folder)
     _, val_set = module.load_data(args)
@@ -371,5 +386,6 @@ def test_the_weights_of_images_are_used_as_in_an_evaluation():
     model.load_state_dict(torch.load("images.pt.best"))
     images, _ = module.scale(image.unsqueeze(0), None)
     expected = model.eval()(module.resize(args, images))
-    assert_equal(logits[-1], expected, "logits")
+    found = names["logits"]
+    assert torch.equal(found, expected), f"logits are {found}, in the run {expected}"
     assert printed == args.classes[expected.argmax()], f"the page's code prints {printed!r}"

@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 from copy_functions import shared_functions
-from harness import OWN
 from scripts import ROOT, SCRIPTS, name_of, script_path
 
 
@@ -40,8 +39,6 @@ def test_each_script_is_declared_and_has_what_belongs_to_it():
             f"a file slurm/*.sbatch with {name}": name in sbatch,
             f"the line !{name} in .dockerignore": f"!{name}\n" in (
                 ROOT / ".dockerignore").read_text(),
-            f"{script} in the tables of tests/harness.py": (
-                script in OWN or not SCRIPTS[script].several_processes),
         }
         missing += [place for place, found in places.items() if not found]
     assert not missing, f"a script is missing: {'; '.join(missing)}"

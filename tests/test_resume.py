@@ -23,20 +23,20 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from copies import make_copy
-from harness import (BEST, EPOCHS, SCRIPTS, STEPS, flags_of, kill_at, load_script, own_flags, run,
-                     run_to_end, text_of, unequal)
+from harness import (EPOCHS, STEPS, flags_of, kill_at, own_flags, run, run_to_end, text_of,
+                     unequal)
 from launchers import start, wait_until_gone
-from scripts import SCRIPTS as TABLE
+from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 
-scripts = pytest.mark.parametrize("script", SCRIPTS)
-scripts_with_best = pytest.mark.parametrize("script", BEST)
+scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
+scripts_with_best = pytest.mark.parametrize("script", BEST_SCRIPTS)
 CIFAR = "cifar10_ddp"  # whose state is the step: it can stop, and save, after any one
-LOADER = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1)}
+MORE = {"synthetic_ddp": ("--workers", 1), CIFAR: ("--workers", 1, "--save-every", 0)}
 
 
 def noisy(script, path, *more):
     """Return flags of a run that draws random numbers wherever it can, in loader processes, too."""
-    return (*flags_of(script), *LOADER.get(script, ()), "--checkpoint", path, *more)
+    return (*flags_of(script), *MORE.get(script, ()), "--checkpoint", path, *more)
 
 
 def kill(script, *flags, at, nproc=2, problem="noisy"):
@@ -87,8 +87,12 @@ def assert_same_files(path, expected, what):
     for found, other in ((path, expected), (Path(f"{path}.best"), Path(f"{expected}.best"))):
         assert found.exists() == other.exists(), f"{what}: is there {found.name}? {found.exists()}"
         different = unequal(found, other) if found.exists() else []
-        assert not different, f"{what}, and resumed: {found.name} is not that of a whole run, in " + (
-            f"{len(different)} places: {different[0]}")
+        assert not different, (
+            f"{what}, and resumed: {found.name} is not that of a whole run, in {len(different)} "
+            f"places: {different[0]}")
+    if found.exists():
+        names = torch.load(found).keys()
+        assert names == torch.load(path)["model"].keys(), f"{what}: the best weights are {names}"
 
 
 # ---- killed at any place ----
@@ -101,8 +105,8 @@ PLACES = {
 
 
 @pytest.mark.parametrize("script, place", [
-    (script, place) for script in SCRIPTS for place in PLACES
-    if script in BEST or "evaluation" not in place])
+    (script, place) for script in DDP_SCRIPTS for place in PLACES
+    if script in BEST_SCRIPTS or "evaluation" not in place])
 def test_killed_and_resumed_bit_for_bit(script, place, whole, tmp_path):
     """With dropout, BatchNorm and random transforms. What was written half does not disturb.
 
@@ -152,7 +156,7 @@ def test_killed_in_a_step_and_resumed_with_other_flags_that_may_change(script, w
     assert_same_files(path, whole(script), f"{script} is killed in a step, {changed}")
 
 
-@pytest.mark.parametrize("script, folder", [*[(script, "") for script in SCRIPTS],
+@pytest.mark.parametrize("script, folder", [*[(script, "") for script in DDP_SCRIPTS],
                                             (CIFAR, "folder")])
 def test_its_own_data_and_model_resume_bit_for_bit(script, folder, tmp_path):
     flags = own_flags(script, folder and tmp_path / folder)
@@ -181,12 +185,28 @@ def test_resumed_on_other_numbers_of_processes(script, tmp_path):
 
 
 @scripts
-def test_a_finished_run_trains_no_more(script, whole, tmp_path):
+def test_a_finished_run_trains_no_more_and_keeps_no_checkpoint_in_memory(script, whole, tmp_path):
+    """FILE would be a second copy of the model and the optimizer in each process."""
+    def change(module, rank, seen):
+        def resume(checkpoint, *arguments):
+            tensors.extend(map(weakref.ref, checkpoint["model"].values()))
+            return plain_resume(checkpoint, *arguments)
+
+        def close_group():
+            print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
+            plain_close()
+
+        tensors = []
+        plain_resume, module.resume = module.resume, resume
+        plain_close, module.close_group = module.close_group, close_group
+
     path = copy_files(whole(script, 1), tmp_path)
-    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1)
+    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
     steps = [event for event in rank.seen if event[0] == "step"]
     assert not steps, f"{script}, started again after its end, trains\n{rank.text}"
     assert_same_files(path, whole(script, 1), f"{script} is started after its end")
+    assert re.search("kept: 0 of [1-9]", rank.text), (
+        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- a run whose state is the step ----
@@ -217,7 +237,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(name, whole, tmp_
         signal_at(2, signal.Signals[name], sender=1)(module, rank, seen)
 
     path = tmp_path / "run.pt"
-    ranks = run(CIFAR, *noisy(CIFAR, path), problem="noisy", change=change)
+    ranks = run(CIFAR, *noisy(CIFAR, path, "--save-every", 5), problem="noisy", change=change)
     text = text_of(ranks)
     steps = [sum(event[0] == "step" for event in rank.seen) for rank in ranks]
     assert steps in ([2, 2], [3, 3]), f"{name} in step 2: the ranks stop after {steps}\n{text}"
@@ -246,24 +266,34 @@ def test_a_run_under_nohup_ignores_sighup():
     run_to_end(CIFAR, *flags_of(CIFAR), change=change, nproc=1)
 
 
-def test_loader_processes_ignore_the_signals_that_stop_a_run(tmp_path):
-    """Slurm sends them to all. Here, in an evaluation of more batches than are read ahead."""
+@pytest.mark.parametrize("training, step", [(True, 1), (False, STEPS + 1)])
+def test_loader_processes_ignore_the_signals_that_stop_a_run(training, step, tmp_path):
+    """Slurm and Ctrl-C send them to all.
+
+    In the first step, while the second loader process starts, and in an evaluation of more batches
+    than are read ahead.
+    """
     def change(module, rank, seen):
+        def ignore_signals(worker):
+            time.sleep(2 * worker * training)
+            plain_ignore(worker)
+
         def loss_and_counts(args, model, *batch):
-            if not model.training and ("sent",) not in seen:
+            if model.training == training and ("sent",) not in seen:
                 seen.append(("sent",))
                 for process in mp.active_children():
-                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[:3 - training]:
                         os.kill(process.pid, signum)
                 signal.raise_signal(signal.SIGTERM)
-            return plain(args, model, *batch)
+            return plain_loss(args, model, *batch)
 
-        plain, module.loss_and_counts = module.loss_and_counts, loss_and_counts
+        plain_ignore, module.ignore_signals = module.ignore_signals, ignore_signals
+        plain_loss, module.loss_and_counts = module.loss_and_counts, loss_and_counts
 
-    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, nproc=1,
-                  change=change)
-    assert f"stopped by a signal after step {STEPS + 1}" in rank.text, (
-        f"{CIFAR}: signals to all processes in the first evaluation\n{rank.text}")
+    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, "--workers", 2,
+                  "--timeout", 20, nproc=1, change=change)
+    assert re.search(f"stopped by a signal after step ({step}|{step + 1})$", rank.text, re.M), (
+        f"{CIFAR}: signals to all processes (in training: {training})\n{rank.text}")
 
 
 def test_it_saves_every_few_minutes(tmp_path):
@@ -294,7 +324,7 @@ def test_it_saves_every_few_minutes(tmp_path):
 def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
     """Accuracies of 4 epochs: 0.2, 0.6, 0.6, 0.1. The first of equal ones stays.
 
-    A run is killed between the two saves of the best epoch, and resumed.
+    A run is killed between the two saves of the best epoch, and once after it.
     """
     def change(module, rank, seen):
         def build_optimizer(args, model, steps):
@@ -309,24 +339,26 @@ def test_the_best_weights_are_those_of_the_best_evaluation(script, tmp_path):
         plain, module.build_optimizer = module.build_optimizer, build_optimizer
         module.evaluate = evaluate
 
-    def kill_between(module, rank, seen):
-        change(module, rank, seen)
-        kill_at(os, "replace", 4)
+    def kill_at_rename(number):
+        def change_and_kill(module, rank, seen):
+            change(module, rank, seen)
+            kill_at(os, "replace", number)
+
+        return change_and_kill
 
     flags = (*flags_of(script), "--epochs", 4, "--checkpoint")
     one, path = tmp_path / "one.pt", tmp_path / "run.pt"
     (rank,) = run_to_end(script, *flags, one, nproc=1, change=change)
     best = torch.load(f"{one}.best")
-    model = torch.load(one)["model"]
-    assert best.keys() == model.keys(), f"{script}: FILE.best is no state_dict: {list(best)}"
     weights = torch.cat([tensor.flatten() for tensor in best.values()])
     steps = [event[1] for event in rank.seen if event[0] == "step"]
     found = [number for number, step in enumerate(steps, 1) if torch.equal(step, weights)]
     assert found == [2 * STEPS], f"{script}: the best weights are those after the steps {found}"
-    (rank,) = run(script, *flags, path, nproc=1, change=kill_between)
-    assert rank.code == -signal.SIGKILL, f"{script} was not killed:\n{rank.text}"
+    for number in (4, 3):
+        (rank,) = run(script, *flags, path, nproc=1, change=kill_at_rename(number))
+        assert rank.code == -signal.SIGKILL, f"{script} was not killed:\n{rank.text}"
     run_to_end(script, *flags, path, nproc=1, change=change)
-    assert_same_files(path, one, f"{script} is killed between two saves of an epoch")
+    assert_same_files(path, one, f"{script} is killed between two saves, and after them")
 
 
 # ---- the file ----
@@ -337,28 +369,6 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
     args = load_script(script).parse_args(["--checkpoint", str(tmp_path / "run.pt")])
     assert args.checkpoint == str(tmp_path / "scratch.pt"), (
         f"{script} replaces the link by a file: it saves to {args.checkpoint}")
-
-
-@scripts
-def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, whole, tmp_path):
-    """It would be a second copy of the model and the optimizer in each process."""
-    def change(module, rank, seen):
-        def resume(checkpoint, *arguments):
-            tensors.extend(map(weakref.ref, checkpoint["model"].values()))
-            return plain_resume(checkpoint, *arguments)
-
-        def close_group():
-            print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
-            plain_close()
-
-        tensors = []
-        plain_resume, module.resume = module.resume, resume
-        plain_close, module.close_group = module.close_group, close_group
-
-    path = copy_files(whole(script, 1), tmp_path)
-    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
-    assert re.search("kept: 0 of [1-9]", rank.text), (
-        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- files that are refused ----
@@ -431,8 +441,8 @@ def reversed_order(data):
 
 
 @pytest.mark.parametrize("script, part, edit, named", [
-    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in SCRIPTS],
-    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST],
+    *[(script, 0, last_left_out, "training_samples was 56, is 55") for script in DDP_SCRIPTS],
+    *[(script, 1, last_left_out, "validation_samples was 18, is 17") for script in BEST_SCRIPTS],
     ("fashionmnist_ddp", 0, reversed_order, "labels_checksum was ")])
 def test_other_samples_are_another_run(script, part, edit, named, stopped, tmp_path):
     """As of a data set that has grown since, or of files that are listed in another order."""
@@ -502,8 +512,8 @@ def disturb(job, way, chance):
 @scripts
 def test_killed_at_random_and_resumed_exactly(script, request, tmp_path):
     """On two processes, with the script's own data and model: a step is only longer."""
-    launcher, nproc = TABLE[script].start
-    kills = -(-request.config.getoption("--kills") // len(SCRIPTS))
+    launcher, nproc = SCRIPTS[script].start
+    kills = -(-request.config.getoption("--kills") // len(DDP_SCRIPTS))
     seed = request.config.getoption("--kill-seed")
     name = f"{script} by {launcher}, --kill-seed {seed}"
     chance = random.Random(name)
@@ -514,7 +524,7 @@ def test_killed_at_random_and_resumed_exactly(script, request, tmp_path):
     run_to_end(script, *flags, other, nproc=nproc, problem="own")
     if script == CIFAR:
         flags[:0] = ["--save-every", 0.01]
-    first = kills * SCRIPTS.index(script)
+    first = kills * DDP_SCRIPTS.index(script)
     order = random.Random(seed).sample(WAYS, len(WAYS))  # other cases use the other ways
     ways = [order[number % len(WAYS)] for number in range(first, first + kills)]
     counts = Counter()

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forked import fork
-from launchers import GPUS, run
+import torch._dynamo  # as the first optimizer does: once, before processes are forked
+import torch.multiprocessing as mp
+from launchers import GPUS, clean_environment, free_port, run
 from scripts import ROOT, code_blocks
 
 PATH = ROOT / "cpu_ddp/README.md"
@@ -50,18 +51,20 @@ class Trained(NamedTuple):
 
 
 def train(code, folder, nproc=1):
-    """Run the code in a new folder, in forked processes."""
+    """Run the code in a new folder, in forked processes with torchrun's variables."""
+    port = str(free_port())
+
     def loop(rank):
         os.chdir(folder)
-        os.environ.setdefault("RANK", "0")  # a single process under torchrun has them, too
-        os.environ.setdefault("WORLD_SIZE", "1")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
+        os.environ.clear()
+        os.environ.update(clean_environment(), RANK=str(rank), WORLD_SIZE=str(nproc),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        torch.set_num_threads(1)  # OpenMP's threads are not forked
         with open("log", "a") as log, contextlib.redirect_stdout(log):
             exec(code, {})
 
     folder.mkdir()
-    fork(nproc, loop)
+    mp.start_processes(loop, nprocs=nproc, start_method="fork")
     return Trained(torch.load(folder / "model.pt"), (folder / "log").read_text().splitlines())
 
 

@@ -67,11 +67,10 @@ class Training:
         functions = vars(self.module)
         self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
-        self.rows = None  # of a batch that augment() has got, for the next call of the loss
         self.evaluation = None  # what is seen in a call of evaluate()
         for name, see in (("load_data", self.see_data), ("loss_of", self.see_loss),
-                          ("loss_and_counts", self.see_loss), ("augment", self.see_augment),
-                          ("evaluate", self.see_evaluation), ("resume", self.see_resume)):
+                          ("loss_and_counts", self.see_loss), ("evaluate", self.see_evaluation),
+                          ("resume", self.see_resume)):
             if name in functions:
                 functions[name] = functools.partial(see, functions[name])
         register_optimizer_step_pre_hook(self.see_step)
@@ -114,30 +113,18 @@ class Training:
         self.alive()
         return cut(load_data(*arguments, **options), [], self.order.samples)
 
-    def see_resume(self, resume, *arguments, **options):
-        for value in [*arguments, *options.values()]:
-            if isinstance(value, dict) and any(
-                    hasattr(item, "load_state_dict") for item in value.values()):
-                self.saved = value
-        self.progress = options.get("progress", arguments[-1] if arguments else {})
-        return resume(*arguments, **options)
+    def see_resume(self, resume, checkpoint, run, saved, progress):
+        self.saved, self.progress = saved, progress
+        return resume(checkpoint, run, saved, progress)
 
     def see_autocast(self, enter, autocast):
         if autocast._enabled:
             self.record.tolerance = 2e-2
         return enter(autocast)
 
-    def see_augment(self, function, *arguments, **options):
-        call = Call(function, arguments, options)
-        if not any(isinstance(value, argparse.Namespace) for value in arguments):
-            return call.again()  # another function of this name
-        self.rows = rows(call.batch)
-        return self.at_augment(call)
-
     def see_loss(self, function, *arguments, **options):
         self.alive()
         call = Call(function, arguments, options)
-        samples = self.rows or rows(call.batch)
         before = random_numbers()
         result = call.of_samples() if self.evaluation else self.at_loss(call)
         if self.evaluation and call.model is not None:
@@ -146,8 +133,7 @@ class Training:
                                               for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
             shapes = [str([*part.shape[1:]]) for part in parts_of(call.batch) if is_tensor(part)]
-            self.calls.append((floats(result)[:1], samples, shapes))
-        self.rows = None
+            self.calls.append((floats(result)[:1], rows(call.batch), shapes))
         return result
 
     def see_evaluation(self, function, *arguments, **options):
@@ -190,9 +176,6 @@ class Training:
         self.calls.clear()
         self.at_step()
 
-    def at_augment(self, call):
-        return call.again()
-
     def at_loss(self, call):
         return call.again()
 
@@ -208,8 +191,8 @@ class Training:
                     item, (torch.nn.Module, torch.optim.Optimizer)):
                 self.record.state[name] = digest(item.state_dict())
         self.record.state.update({name: digest(value) for name, value in self.progress.items()})
-        if hasattr(args, "checkpoint"):
-            self.record.saved = os.path.exists(args.checkpoint or "")
+        if self.saved:
+            self.record.saved = os.path.exists(getattr(args, "checkpoint", None) or "")
 
     def weights(self):
         """Return all weights of saved models, and of the optimizers, by name."""
@@ -268,15 +251,19 @@ class Loss(Training):
 class Gradients(Training):
     """Records the gradients of two steps in evaluation mode: without dropout and BatchNorm.
 
-    Random numbers of a Dataset, and in the loss, are those of a sample: not of a process or step.
+    augment() returns its batch. Random numbers of a Dataset and in the loss are those of a sample.
     """
 
-    def see_data(self, *arguments, **options):
+    def __init__(self, order):
+        super().__init__(order)
         Few.seeded = True
-        return super().see_data(*arguments, **options)
+        if hasattr(self.module, "augment"):
+            self.module.augment = functools.partial(self.see_augment, self.module.augment)
 
-    def at_augment(self, call):
-        # As it is: augment() draws other random numbers in each process
+    def see_augment(self, function, *arguments, **options):
+        call = Call(function, arguments, options)
+        if not any(isinstance(value, argparse.Namespace) for value in arguments):
+            return call.again()  # another function of this name
         return call.batch if len(call.batch) > 1 else call.batch[0]
 
     def at_loss(self, call):
@@ -324,11 +311,11 @@ class Call:
         """Call it. If it draws random numbers of torch, draw those of its samples instead."""
         state = torch.get_rng_state()
         result = self.again(change)
-        samples = rows([change(value) for value in self.batch])
-        if torch.equal(torch.get_rng_state(), state) or not samples:
+        if torch.equal(torch.get_rng_state(), state):
             return result
         self.draws = True
         torch.set_rng_state(state)
+        samples = rows([change(value) for value in self.batch])
         with OfSamples([int(sample[0], 16) % 2**63 for sample in samples]):
             return self.again(change)
 
@@ -490,12 +477,11 @@ def sample(data, index):
 
 
 # ---- Numbers ----
-def save(function, value, file, *arguments, **options):
+def save(function, obj, f, *arguments, **options):
     """torch.save(), which opens a file in C++, where the guard does not see it."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(file, (str, os.PathLike)):
-            file = stack.enter_context(open(file, "wb"))
-        function(value, file, *arguments, **options)
+    is_path = isinstance(f, (str, os.PathLike))
+    with open(f, "wb") if is_path else contextlib.nullcontext(f) as file:
+        function(obj, file, *arguments, **options)
 
 
 def digest(value):
