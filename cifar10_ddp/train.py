@@ -190,8 +190,8 @@ IMAGENET = torch.tensor([[123.7, 116.3, 103.5], [58.4, 57.1, 57.4]]).view(2, 3, 
 def scale(images, labels):
     """Return a batch with images of mean 0 and deviation 1, and the labels."""
     if images.dtype != torch.uint8:
-        sys.exit(f"error: images are {images.dtype}, not uint8: scale() would scale them again. "
-                 "Delete ToTensor, Normalize, ... from load_data(), or edit scale()")
+        sys.exit(f"error: images are {images.dtype}, not uint8 (0 to 255), which scale() takes: "
+                 "delete ToTensor, Normalize, ... from load_data(), or edit scale()")
     mean, deviation = IMAGENET.to(images.device, non_blocking=True)
     return images.sub(mean).div_(deviation), labels
 
@@ -276,7 +276,8 @@ def score(results):
 def log_results(args, epoch, results):
     """Print the results of an epoch, numbers by name. Add a file, TensorBoard or W&B here.
 
-    DDP: rank 0 alone calls this, as the last thing in an epoch, after it has saved.
+    DDP: rank 0 alone calls this, as the last thing in an epoch, after it has saved. A run that is
+    resumed at the end of an epoch has only its validation results.
     """
     formats = {"lr": ".3g", "seconds": ".1f", "samples/s": ",.0f", "wait": ".0%", "GPU GB": ".1f"}
     texts = [f"{name} {format(value, formats.get(name, '.4f'))}" for name, value in results.items()]
@@ -503,7 +504,7 @@ class Exchange:
     """
 
     def __init__(self, args):
-        self.args, self.signals, self.longest_wait = args, [], 0.0
+        self.args, self.rank, self.signals, self.longest_wait = args, dist.get_rank(), [], 0.0
         self.save_time = time.monotonic() + 60 * args.save_every
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -512,20 +513,24 @@ class Exchange:
     def receive(self, signum, frame):
         """Note that SIGTERM, Ctrl-C or a closed terminal has come, and then say so."""
         self.signals.append(signum)
-        if dist.get_rank() == 0 and len(self.signals) == 1:
+        if self.rank == 0 and len(self.signals) == 1:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 # Not print(), which may be what the signal has interrupted
-                os.write(2, b"a signal has come: the run stops after its next step\n")
+                os.write(2, b"a signal has come: the run stops after its next step, if there is "
+                            b"one\n")
 
     def begin(self, wait, save):
         """Send whether a signal has come, whether to save, and the seconds of waiting."""
         values = [save or time.monotonic() > self.save_time, len(self.signals), wait]
         self.largest = torch.tensor(values, dtype=torch.double)
-        self.work = dist.all_reduce(self.largest, dist.ReduceOp.MAX, async_op=True)
+        self.work = None
+        if dist.get_world_size() > 1:
+            self.work = dist.all_reduce(self.largest, dist.ReduceOp.MAX, async_op=True)
 
     def end(self):
         """Return whether all processes save after this step, and whether they stop."""
-        self.work.wait()
+        if self.work:
+            self.work.wait()
         save, stop, self.longest_wait = self.largest.tolist()
         if save or stop:
             self.save_time = time.monotonic() + 60 * self.args.save_every
@@ -537,13 +542,13 @@ class Timer:
 
     def __init__(self, args, epoch, steps):
         self.args, self.epoch, self.steps = args, epoch, steps
-        self.first_step = None
+        self.first_step, self.start_of_epoch = None, time.monotonic()
 
     def log(self, step, sums, wait):
         """Print rank 0's loss in this epoch, and the speed since the epoch's first step."""
         now = time.monotonic()
         if self.first_step is None:  # it is slower, and not timed
-            self.first_step, self.first_wait = step, wait
+            self.first_step = step
             self.start = self.last = now
         elif now - self.last >= self.args.log_every:
             self.last = now
@@ -552,7 +557,7 @@ class Timer:
             log(f"epoch {self.epoch + 1}/{self.args.epochs}  step {step}/{self.steps}  "
                 f"loss {sums.loss / sums.samples:.4f}  "
                 f"{rate * self.args.global_batch:,.0f} samples/s  "
-                f"wait {(wait - self.first_wait) / seconds:.0%}  "
+                f"wait {wait / (now - self.start_of_epoch):.0%}  "
                 f"{timedelta(seconds=round((self.steps - step) / rate))} left")
 
 
@@ -629,13 +634,15 @@ def restart_alarm(timeout):
     """Let this process print which lines it executes, shortly before timeout seconds have passed.
 
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
-    process continues. kill -ALRM PID prints the lines at once.
+    process continues. kill -ALRM PID prints the lines at once (PID of this process: torchrun would
+    end).
     """
     # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
         signal.setitimer(signal.ITIMER_REAL, timeout * (0.9 - os.getpid() % 64 / 1000))
+        faulthandler.unregister(signal.SIGALRM)  # your code may have replaced its handler
+        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
 
 
 def form_group(args):
@@ -706,7 +713,8 @@ def describe_run(args, **data):
                      "keep it out of args, or add its name to MAY_CHANGE")
         values = [other.get(name) for other in of_ranks]
         if values != [value] * len(values):  # for example, a file is missing on one machine
-            sys.exit(f"error: {name} differs by process: {values!s:.500}")
+            sys.exit(f"error: {name} differs by process: {values!s:.500}. (If it may, add its name "
+                     "to MAY_CHANGE)")
     return run
 
 
@@ -746,7 +754,7 @@ def save(checkpoint, path):
         file.flush()
         os.fsync(file.fileno())
     # Other numbers than Python's and torch's, such as numpy's, are an error now, not at the resume
-    torch.load(f"{path}.tmp", mmap=True, weights_only=True)
+    torch.load(f"{path}.tmp", map_location="cpu", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
 

@@ -154,13 +154,15 @@ def restart_alarm(timeout):
     """Let this process print which lines it executes, shortly before timeout seconds have passed.
 
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
-    process continues. kill -ALRM PID prints the lines at once.
+    process continues. kill -ALRM PID prints the lines at once (PID of this process: torchrun would
+    end).
     """
     # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
         signal.setitimer(signal.ITIMER_REAL, timeout * (0.9 - os.getpid() % 64 / 1000))
+        faulthandler.unregister(signal.SIGALRM)  # your code may have replaced its handler
+        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
 
 
 def form_group(args):
@@ -214,7 +216,8 @@ def describe_run(args, **data):
                      "keep it out of args, or add its name to MAY_CHANGE")
         values = [other.get(name) for other in of_ranks]
         if values != [value] * len(values):  # for example, a file is missing on one machine
-            sys.exit(f"error: {name} differs by process: {values!s:.500}")
+            sys.exit(f"error: {name} differs by process: {values!s:.500}. (If it may, add its name "
+                     "to MAY_CHANGE)")
     return run
 
 
@@ -254,7 +257,7 @@ def save(checkpoint, path):
         file.flush()
         os.fsync(file.fileno())
     # Other numbers than Python's and torch's, such as numpy's, are an error now, not at the resume
-    torch.load(f"{path}.tmp", mmap=True, weights_only=True)
+    torch.load(f"{path}.tmp", map_location="cpu", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
 

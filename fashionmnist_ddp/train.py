@@ -160,8 +160,8 @@ def build_optimizer(args, model, steps):
 def scale(images, labels):
     """Return a batch as the model takes it: images of values from 0 to 1, and the labels."""
     if images.dtype != torch.uint8:
-        sys.exit(f"error: images are {images.dtype}, not uint8: scale() would scale them again. "
-                 "Delete ToTensor, Normalize, ... from load_data(), or edit scale()")
+        sys.exit(f"error: images are {images.dtype}, not uint8 (0 to 255), which scale() takes: "
+                 "delete ToTensor, Normalize, ... from load_data(), or edit scale()")
     return images.div(255).to(memory_format=torch.channels_last), labels
 
 
@@ -418,13 +418,15 @@ def restart_alarm(timeout):
     """Let this process print which lines it executes, shortly before timeout seconds have passed.
 
     Each call starts the time anew, so only a process that hangs prints them; 0 cancels it. The
-    process continues. kill -ALRM PID prints the lines at once.
+    process continues. kill -ALRM PID prints the lines at once (PID of this process: torchrun would
+    end).
     """
     # Not on Windows, and not if Python code of yours handles the signal
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
         # Not at the same moment in all processes: their lines would mix
         signal.setitimer(signal.ITIMER_REAL, timeout * (0.9 - os.getpid() % 64 / 1000))
+        faulthandler.unregister(signal.SIGALRM)  # your code may have replaced its handler
+        faulthandler.register(signal.SIGALRM, file=2)  # 2: stderr
 
 
 def form_group(args):
@@ -495,7 +497,8 @@ def describe_run(args, **data):
                      "keep it out of args, or add its name to MAY_CHANGE")
         values = [other.get(name) for other in of_ranks]
         if values != [value] * len(values):  # for example, a file is missing on one machine
-            sys.exit(f"error: {name} differs by process: {values!s:.500}")
+            sys.exit(f"error: {name} differs by process: {values!s:.500}. (If it may, add its name "
+                     "to MAY_CHANGE)")
     return run
 
 
@@ -535,7 +538,7 @@ def save(checkpoint, path):
         file.flush()
         os.fsync(file.fileno())
     # Other numbers than Python's and torch's, such as numpy's, are an error now, not at the resume
-    torch.load(f"{path}.tmp", mmap=True, weights_only=True)
+    torch.load(f"{path}.tmp", map_location="cpu", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
 

@@ -23,7 +23,7 @@ weights of a share's unequal parts (cifar10_ddp).
 Exit status: 0 if all is ok, 1 after a FAIL, 2 if my.py cannot be checked, 3 if nothing fails, but
 the steps of one and two processes, the validation results or the resume could not be compared: this
 does not show that my.py is right. What is not checked is printed first (???? leads to status 3; not
-----, for example without validation samples or --checkpoint).
+----, for example without validation samples or resume()).
 """
 import math
 import os

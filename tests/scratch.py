@@ -52,7 +52,7 @@ class Record:
     args: dict = dataclasses.field(default_factory=dict)  # numbers among the copy's settings
     tolerance: float = 1e-3  # of relative differences by rounding
     found_file: bool = False  # that of --checkpoint, at the start
-    saved: bool | None = None  # it is there at the end. None: there is no flag --checkpoint
+    saved: bool | None = None  # it is there at the end. None: resume() is not called
     stopped: bool = False  # by SIGTERM
     seconds: float = 0.0
 

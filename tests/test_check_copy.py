@@ -369,16 +369,13 @@ def scale(inputs, labels):
     return inputs, labels
 
 
-def augment(args, inputs, labels):  # MixUp
-    share = torch.rand(())
-    both = inputs, F.one_hot(labels, 2).float()
-    return [share * part + (1 - share) * part.roll(1, 0) for part in both]
+def augment(args, inputs, labels):
+    return inputs + 0.1 * torch.randn(inputs.shape), labels
 
 
 def loss_and_counts(args, model, inputs, labels, progress=1.0):
     logits = model(inputs)
     loss = F.cross_entropy(logits, labels, label_smoothing=0.1 * progress)
-    labels = labels if labels.ndim == 1 else labels.argmax(1)
     return loss, (logits.argmax(1) == labels).sum()
 """), (LOSS_CALL, "loss, counts = loss_and_counts(args, ddp_model, *batch, progress=0.5)"),
         ('instead of "train_set, val_set = load_data(args)"', """

@@ -64,11 +64,11 @@ def test_a_step_has_the_same_samples_and_an_epoch_has_each_sample_once(script, n
 
 @scripts
 def test_the_order_differs_by_epoch_and_by_seed(script):
-    orders = epochs(samples_of_steps(script, 1)) + epochs(samples_of_steps(script, 1, seed=1))
+    orders = epochs(samples_of_steps(script, 2)) + epochs(samples_of_steps(script, 2, seed=1))
     for number, order in enumerate(orders):
         assert order not in orders[:number], (
             f"{script}: 3 epochs with --seed 0, 3 with --seed 1: number {number} repeats an order")
-    first, other = (trained(script, 1, seed)[0].seen[0][1] for seed in (0, 1))
+    first, other = (trained(script, 2, seed)[0].seen[0][1] for seed in (0, 1))
     assert not torch.equal(first, other), f"{script}: --seed 1 starts with the weights of --seed 0"
 
 

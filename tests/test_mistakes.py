@@ -121,24 +121,31 @@ def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(tmp_path):
 
 
 # ---- a process that hangs ----
-def sleep_here(*_, **__):
-    """Hang, until rank 0 has ended after its --timeout of 5 seconds."""
-    time.sleep(8)
-    sys.exit(1)
-
-
 class SleepingSet(TensorDataset):
     def __getitem__(self, index):
         time.sleep(100)  # in a loader process
 
 
-def sleep_in(place):
+def hang_in(place, ended):
+    """Return a change by which rank 1 hangs in a function until rank 0 has ended, a minute long."""
+    def sleep_here(*_, **__):
+        for _ in range(600):
+            time.sleep(0.1)
+            if ended.exists():
+                sys.exit(1)
+        print("rank 0 does not end")
+
     def change(module, rank, seen):
-        if place == "Dataset":
-            data = SleepingSet(torch.zeros(40, 4), torch.zeros(40))
-            module.load_data = lambda args: (setattr(args, "classes", "01"), (data, data))[1]
-        elif rank == 1:
+        def train(args):
+            try:
+                plain(args)
+            finally:
+                ended.touch()
+
+        if rank == 1:
             setattr(module, place, sleep_here)
+        else:
+            plain, module.train = module.train, train
 
     return change
 
@@ -152,20 +159,28 @@ HANGS = [("cpu_ddp", "loss_of"), (FASHION, "evaluate"), ("synthetic_ddp", "load_
     *HANGS, *[pytest.param(script, place, marks=pytest.mark.slow) for script in DDP_SCRIPTS
               for place in (LOSS.get(script, "loss_and_counts"), "evaluate", "load_data")
               if (script, place) not in HANGS and (script != "cpu_ddp" or place != "evaluate")]])
-def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place):
+def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place, tmp_path):
     """Before the others end with an error, after --timeout. torchrun would name rank 0 alone."""
-    ranks = run(script, *flags_of(script), "--timeout", 5, change=sleep_in(place))
+    ranks = run(script, *flags_of(script), "--timeout", 5,
+                change=hang_in(place, tmp_path / "ended"))
     assert re.search(r'File ".*test_mistakes.py", line \d+ in sleep_here', ranks[1].text), (
         f"{script}: rank 1 hangs in {place}, and does not say so:\n{text_of(ranks)}")
-    assert ranks[0].code == 1, (
+    assert ranks[0].code == 1 and "does not end" not in ranks[1].text, (
         f"{script}: rank 1 hangs in {place}, and rank 0 does not end:\n{text_of(ranks)}")
 
 
 @pytest.mark.parametrize("script", [CIFAR, "synthetic_ddp"])
 def test_a_loader_process_that_hangs_ends_the_run(script):
     """Those of cifar10_ddp live as long as the run, and print their lines."""
+    def change(module, rank, seen):
+        def load_data(args):
+            args.classes = ["no", "yes"]
+            return 2 * [SleepingSet(torch.zeros(40, 4), torch.zeros(40).long())]
+
+        module.load_data = load_data
+
     (rank,) = run(script, *flags_of(script), "--workers", 1, "--timeout", 5, nproc=1,
-                  change=sleep_in("Dataset"))
+                  change=change)
     lines = re.search(r'File ".*test_mistakes.py", line \d+ in __getitem__', rank.text)
     assert lines or script != CIFAR, (
         f"{script}: a Dataset hangs in a loader process, which does not say so:\n{rank.text}")
@@ -175,14 +190,14 @@ def test_a_loader_process_that_hangs_ends_the_run(script):
 
 @scripts
 def test_only_a_process_that_hangs_prints_its_lines(script):
-    """Each batch starts the time anew, also in an evaluation; the end stops it."""
+    """The time starts before and after it connects, and with each batch; the end stops it."""
     def change(module, rank, seen):
         signal.setitimer = lambda which, seconds: seen.append(("alarm", seconds > 0))
 
     for rank in run_to_end(script, *flags_of(script), "--timeout", 300, change=change):
         kinds = [event[0] for event in rank.seen if event[0] in ("train", "val", "alarm")]
         text = "".join({"train": "b", "val": "b", "alarm": "a"}[kind] for kind in kinds)
-        assert re.fullmatch("a(ba+)+", text), f"{script}: batches b and alarms a are {text}"
+        assert re.fullmatch("aa(ba+)+", text), f"{script}: batches b and alarms a are {text}"
         assert rank.seen[-1] == ("alarm", False), f"{script} does not stop the alarm at its end"
 
 

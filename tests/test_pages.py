@@ -132,7 +132,7 @@ def my_tokenizer():
     if dist.get_rank() == 1:
         time.sleep(1000)
 """), ('before "with torch.autocast("', "my_tokenizer()"))
-    status, text = run(copy, "--timeout", 10, launcher="torchrun", nproc=2)
+    status, text = run(copy, "--timeout", 30, launcher="torchrun", nproc=2)
     assert status and re.search(r"Root Cause .*\n\[0\]:", text), f"another failure:\n{text}"
     for expected in functions(shown):
         assert any(set(expected) <= set(found) and found.index(expected[0]) <= 2

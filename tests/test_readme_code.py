@@ -192,12 +192,18 @@ def test_a_loss_with_class_weights_is_a_mean_over_the_samples(script):
         f"{script}: the loss of 93 samples is {whole}, of 33 and 60 of them {first} and {second}")
 
 
-def test_f1_is_the_mean_over_the_classes():
-    copy_with("cifar10_ddp", "F1 counts", "F1")
+def test_f1_is_the_mean_over_the_classes_and_auc_the_share_of_pairs_in_order():
+    copy_with("cifar10_ddp", "F1 counts", "F1", "AUC")
+    module = load_script("my.py")
     counts = torch.tensor([[4.0, 6.0, 0.0], [5.0, 5.0, 0.0], [3.0, 4.0, 0.0]])
     expected = (2 * 3 / 9 + 2 * 4 / 11) / 2  # of the two classes that occur
-    found = float(load_script("my.py").metrics(counts, 10)["F1"])
+    found = float(module.metrics(counts, 10)["F1"])
     assert found == pytest.approx(expected), f"F1 must be {expected}, not {found}"
+    outputs, labels = torch.randint(5, (40,)).float(), torch.arange(40) % 3 % 2
+    ones, zeros = outputs[labels == 1].unsqueeze(1), outputs[labels == 0]
+    expected = ((ones > zeros).double() + (ones == zeros) / 2).mean().item()
+    found = module.auc(outputs, labels)
+    assert found == pytest.approx(expected), f"AUC must be {expected}, not {found}"
 
 
 AUC_DATA = """
@@ -218,15 +224,6 @@ def test_auc_is_that_of_the_samples_of_all_processes(flags):
                   for nproc in (1, 3))
     assert [epoch["val_AUC"] for epoch in one] == [epoch["val_AUC"] for epoch in three], (
         f"on one process {one}, on three {three}")
-
-
-def test_auc_is_the_share_of_pairs_in_the_right_order():
-    copy_with("synthetic_ddp", "AUC")
-    outputs, labels = torch.randint(5, (40,)).float(), torch.arange(40) % 3 % 2
-    ones, zeros = outputs[labels == 1].unsqueeze(1), outputs[labels == 0]
-    expected = ((ones > zeros).double() + (ones == zeros) / 2).mean().item()
-    found = load_script("my.py").auc(outputs, labels)
-    assert found == pytest.approx(expected), f"the AUC is {expected}, by the page's code {found}"
 
 
 def language_model():
@@ -378,14 +375,8 @@ def test_the_weights_of_images_are_used_as_in_an_evaluation():
     code, old = CODE["use images"][1], '"--model", "resnet50", "--image-size", "224"'
     assert old in code, f"the page's code has no {old}"
     shutil.copy("DIR/val/dog/1.jpg", "image.jpg")
-    names, logits = {}, []
-
-    def see_logits(module, inputs, output):
-        if module is names.get("model"):
-            logits.append(output)
-
-    with torch.nn.modules.module.register_module_forward_hook(see_logits):
-        printed = printed_by(code.replace(old, repr(list(model))[1:-1]), names).strip()
+    names = {}
+    printed = printed_by(code.replace(old, repr(list(model))[1:-1]), names).strip()
     module = load_script("cifar10_ddp")
     args = module.parse_args(folder)
     _, val_set = module.load_data(args)
@@ -395,5 +386,6 @@ def test_the_weights_of_images_are_used_as_in_an_evaluation():
     model.load_state_dict(torch.load("images.pt.best"))
     images, _ = module.scale(image.unsqueeze(0), None)
     expected = model.eval()(module.resize(args, images))
-    assert torch.equal(logits[-1], expected), f"logits are {logits[-1]}, in the run {expected}"
+    found = names["logits"]
+    assert torch.equal(found, expected), f"logits are {found}, in the run {expected}"
     assert printed == args.classes[expected.argmax()], f"the page's code prints {printed!r}"

@@ -405,7 +405,7 @@ def with_clock(module, rank, seen):
         return loss_and_counts(args, model, *batch)
 
     clock, load_data, loss_and_counts = [], module.load_data, module.loss_and_counts
-    wait = 0.0 if "fashionmnist" in module.__name__ else (1.0, 3.0)[rank]
+    wait = (1.0, 3.0)[rank] if hasattr(module, "OnDevice") else 0.0
     module.load_data, module.loss_and_counts = load_slow_data, compute
     time.monotonic = time.perf_counter = lambda: sum(clock)
 
@@ -417,14 +417,14 @@ def test_rate_speed_wait_and_time_left_are_true(script):
     flags = ["--global-batch", 8, "--epochs", 2, "--lr", 0.1, *more]
     text = run_to_end(script, *flags, change=with_clock)[0].text
     found = re.findall(r"^epoch \d/2 .*  (lr .*)", text, re.MULTILINE)
-    wait = "" if script == "fashionmnist_ddp" else "  wait 75%"
+    wait = "  wait 75%" if SCRIPTS[script].data == "data sets" else ""
     expected = [f"lr {rate}  seconds 28.0  samples/s 2{wait}" for rate in (0.1, 0.05)]
     assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
     found = re.findall(r"step (\d+)(?:/14| of this epoch)  loss [\d.]+(.*)", text)
     expected = 2 * [("3", ""), ("6", "")]  # after 10 seconds, and after 10 more
-    if script == "cifar10_ddp":  # every 8 seconds, from an epoch's first step on
-        expected = [(str(step), f"  2 samples/s  wait 75%  0:00:{4 * (14 - step):02} left")
-                    for step in (3, 5, 7, 10, 12, 14)]
+    if script == "cifar10_ddp":  # every 8 seconds, with the waiting until this step's exchange
+        expected = [(str(step), f"  2 samples/s  wait {wait}%  0:00:{4 * (14 - step):02} left")
+                    for step, wait in zip((3, 5, 7, 10, 12, 14), 2 * (50, 60, 64))]
     assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
 
 

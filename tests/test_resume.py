@@ -185,12 +185,28 @@ def test_resumed_on_other_numbers_of_processes(script, tmp_path):
 
 
 @scripts
-def test_a_finished_run_trains_no_more(script, whole, tmp_path):
+def test_a_finished_run_trains_no_more_and_keeps_no_checkpoint_in_memory(script, whole, tmp_path):
+    """FILE would be a second copy of the model and the optimizer in each process."""
+    def change(module, rank, seen):
+        def resume(checkpoint, *arguments):
+            tensors.extend(map(weakref.ref, checkpoint["model"].values()))
+            return plain_resume(checkpoint, *arguments)
+
+        def close_group():
+            print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
+            plain_close()
+
+        tensors = []
+        plain_resume, module.resume = module.resume, resume
+        plain_close, module.close_group = module.close_group, close_group
+
     path = copy_files(whole(script, 1), tmp_path)
-    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1)
+    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
     steps = [event for event in rank.seen if event[0] == "step"]
     assert not steps, f"{script}, started again after its end, trains\n{rank.text}"
     assert_same_files(path, whole(script, 1), f"{script} is started after its end")
+    assert re.search("kept: 0 of [1-9]", rank.text), (
+        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- a run whose state is the step ----
@@ -250,24 +266,34 @@ def test_a_run_under_nohup_ignores_sighup():
     run_to_end(CIFAR, *flags_of(CIFAR), change=change, nproc=1)
 
 
-def test_loader_processes_ignore_the_signals_that_stop_a_run(tmp_path):
-    """Slurm sends them to all. Here, in an evaluation of more batches than are read ahead."""
+@pytest.mark.parametrize("training, step", [(True, 1), (False, STEPS + 1)])
+def test_loader_processes_ignore_the_signals_that_stop_a_run(training, step, tmp_path):
+    """Slurm and Ctrl-C send them to all.
+
+    In the first step, while the second loader process starts, and in an evaluation of more batches
+    than are read ahead.
+    """
     def change(module, rank, seen):
+        def ignore_signals(worker):
+            time.sleep(2 * worker * training)
+            plain_ignore(worker)
+
         def loss_and_counts(args, model, *batch):
-            if not model.training and ("sent",) not in seen:
+            if model.training == training and ("sent",) not in seen:
                 seen.append(("sent",))
                 for process in mp.active_children():
-                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[:3 - training]:
                         os.kill(process.pid, signum)
                 signal.raise_signal(signal.SIGTERM)
-            return plain(args, model, *batch)
+            return plain_loss(args, model, *batch)
 
-        plain, module.loss_and_counts = module.loss_and_counts, loss_and_counts
+        plain_ignore, module.ignore_signals = module.ignore_signals, ignore_signals
+        plain_loss, module.loss_and_counts = module.loss_and_counts, loss_and_counts
 
-    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, nproc=1,
-                  change=change)
-    assert f"stopped by a signal after step {STEPS + 1}" in rank.text, (
-        f"{CIFAR}: signals to all processes in the first evaluation\n{rank.text}")
+    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, "--workers", 2,
+                  "--timeout", 20, nproc=1, change=change)
+    assert re.search(f"stopped by a signal after step ({step}|{step + 1})$", rank.text, re.M), (
+        f"{CIFAR}: signals to all processes (in training: {training})\n{rank.text}")
 
 
 def test_it_saves_every_few_minutes(tmp_path):
@@ -343,28 +369,6 @@ def test_a_checkpoint_that_is_a_link_stays_one(script, tmp_path):
     args = load_script(script).parse_args(["--checkpoint", str(tmp_path / "run.pt")])
     assert args.checkpoint == str(tmp_path / "scratch.pt"), (
         f"{script} replaces the link by a file: it saves to {args.checkpoint}")
-
-
-@scripts
-def test_a_resumed_run_does_not_keep_the_checkpoint_in_memory(script, whole, tmp_path):
-    """It would be a second copy of the model and the optimizer in each process."""
-    def change(module, rank, seen):
-        def resume(checkpoint, *arguments):
-            tensors.extend(map(weakref.ref, checkpoint["model"].values()))
-            return plain_resume(checkpoint, *arguments)
-
-        def close_group():
-            print("kept:", sum(tensor() is not None for tensor in tensors), "of", len(tensors))
-            plain_close()
-
-        tensors = []
-        plain_resume, module.resume = module.resume, resume
-        plain_close, module.close_group = module.close_group, close_group
-
-    path = copy_files(whole(script, 1), tmp_path)
-    (rank,) = run_to_end(script, *noisy(script, path), problem="noisy", nproc=1, change=change)
-    assert re.search("kept: 0 of [1-9]", rank.text), (
-        f"{script} keeps tensors of its checkpoint:\n{rank.text}")
 
 
 # ---- files that are refused ----

@@ -67,11 +67,10 @@ class Training:
         functions = vars(self.module)
         self.saved, self.progress, self.optimizers = {}, {}, []
         self.calls = []  # of the loss, of which the next step is made
-        self.rows = None  # of a batch that augment() has got, for the next call of the loss
         self.evaluation = None  # what is seen in a call of evaluate()
         for name, see in (("load_data", self.see_data), ("loss_of", self.see_loss),
-                          ("loss_and_counts", self.see_loss), ("augment", self.see_augment),
-                          ("evaluate", self.see_evaluation), ("resume", self.see_resume)):
+                          ("loss_and_counts", self.see_loss), ("evaluate", self.see_evaluation),
+                          ("resume", self.see_resume)):
             if name in functions:
                 functions[name] = functools.partial(see, functions[name])
         register_optimizer_step_pre_hook(self.see_step)
@@ -123,17 +122,9 @@ class Training:
             self.record.tolerance = 2e-2
         return enter(autocast)
 
-    def see_augment(self, function, *arguments, **options):
-        call = Call(function, arguments, options)
-        if not any(isinstance(value, argparse.Namespace) for value in arguments):
-            return call.again()  # another function of this name
-        self.rows = rows(call.batch)
-        return self.at_augment(call)
-
     def see_loss(self, function, *arguments, **options):
         self.alive()
         call = Call(function, arguments, options)
-        samples = self.rows or rows(call.batch)
         before = random_numbers()
         result = call.of_samples() if self.evaluation else self.at_loss(call)
         if self.evaluation and call.model is not None:
@@ -142,8 +133,7 @@ class Training:
                                               for part in call.model.modules())
         elif torch.is_grad_enabled() and call.model is not None:
             shapes = [str([*part.shape[1:]]) for part in parts_of(call.batch) if is_tensor(part)]
-            self.calls.append((floats(result)[:1], samples, shapes))
-        self.rows = None
+            self.calls.append((floats(result)[:1], rows(call.batch), shapes))
         return result
 
     def see_evaluation(self, function, *arguments, **options):
@@ -186,9 +176,6 @@ class Training:
         self.calls.clear()
         self.at_step()
 
-    def at_augment(self, call):
-        return call.again()
-
     def at_loss(self, call):
         return call.again()
 
@@ -204,8 +191,8 @@ class Training:
                     item, (torch.nn.Module, torch.optim.Optimizer)):
                 self.record.state[name] = digest(item.state_dict())
         self.record.state.update({name: digest(value) for name, value in self.progress.items()})
-        if hasattr(args, "checkpoint"):
-            self.record.saved = os.path.exists(args.checkpoint or "")
+        is_saved = os.path.exists(getattr(args, "checkpoint", None) or "")
+        self.record.saved = is_saved if is_saved or self.saved else None
 
     def weights(self):
         """Return all weights of saved models, and of the optimizers, by name."""
@@ -264,15 +251,19 @@ class Loss(Training):
 class Gradients(Training):
     """Records the gradients of two steps in evaluation mode: without dropout and BatchNorm.
 
-    Random numbers of a Dataset, and in the loss, are those of a sample: not of a process or step.
+    augment() returns its batch. Random numbers of a Dataset and in the loss are those of a sample.
     """
 
-    def see_data(self, *arguments, **options):
+    def __init__(self, order):
+        super().__init__(order)
         Few.seeded = True
-        return super().see_data(*arguments, **options)
+        if hasattr(self.module, "augment"):
+            self.module.augment = functools.partial(self.see_augment, self.module.augment)
 
-    def at_augment(self, call):
-        # As it is: augment() draws other random numbers in each process
+    def see_augment(self, function, *arguments, **options):
+        call = Call(function, arguments, options)
+        if not any(isinstance(value, argparse.Namespace) for value in arguments):
+            return call.again()  # another function of this name
         return call.batch if len(call.batch) > 1 else call.batch[0]
 
     def at_loss(self, call):
