@@ -360,8 +360,8 @@ def train(args):
     ddp_model = DDP(model, gradient_as_bucket_view=True) if world_size > 1 else model
     log_start(args, device, len(train_set), len(val_set), progress["step"])
 
+    exchange = Exchange(args)  # before loader processes start: a signal could end them in between
     train_parts, val_loader = build_loaders(args, parts, train_set, val_set, progress["step"])
-    exchange = Exchange(args)
     # A run that is resumed at the end of an epoch begins with the evaluation of that epoch
     for epoch in range(max(0, progress["step"] - 1) // steps_per_epoch, args.epochs):
         first_step, end_of_epoch = progress["step"], (epoch + 1) * steps_per_epoch

@@ -543,7 +543,7 @@ def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
     run_to_end(script, *flags_of(script), nproc=1, change=change)
 
 
-# ---- two machines: the command of the docstrings is that of cpu.sbatch (test_slurm.py) ----
+# ---- two machines: the command of the docstrings is that of cpu.sbatch (test_jobs.py) ----
 HOSTS = """
 until mountpoint --quiet /etc/nsswitch.conf; do sleep 0.1; done     # until it is set up
 printf '%s\\n' '127.0.0.1 localhost' "127.0.1.1 $(hostname)" >/run/hosts

@@ -290,8 +290,8 @@ def test_loader_processes_ignore_the_signals_that_stop_a_run(training, step, tmp
         plain_ignore, module.ignore_signals = module.ignore_signals, ignore_signals
         plain_loss, module.loss_and_counts = module.loss_and_counts, loss_and_counts
 
-    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, "--workers", 2,
-                  "--timeout", 20, nproc=1, change=change)
+    (rank,) = run(CIFAR, *noisy(CIFAR, tmp_path / "run.pt"), "--batch-size", 1, "--workers",
+                  1 + training, "--timeout", 20, nproc=1, change=change)
     assert re.search(f"stopped by a signal after step ({step}|{step + 1})$", rank.text, re.M), (
         f"{CIFAR}: signals to all processes (in training: {training})\n{rank.text}")
 
