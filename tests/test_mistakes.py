@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -394,17 +395,18 @@ def test_a_folder_that_does_not_exist_is_an_error_line_at_the_start(script, tmp_
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user requires root")
 @scripts
-def test_a_folder_that_cannot_be_written_is_an_error_line(script, tmp_path):
-    """Here, another user's."""
-    tmp_path.chmod(0o755)
+def test_a_folder_that_cannot_be_written_is_an_error_line(script):
+    """Here, another user's. (pytest's own folders cannot be entered by others.)"""
     module = load_script(script)
-    os.setresuid(65534, 65534, 0)
-    try:
-        error = module.load_checkpoint(str(tmp_path / "run.pt"))
-    except SystemExit as end:
-        error = str(end)
-    finally:
-        os.setresuid(0, 0, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        os.setresuid(65534, 65534, 0)
+        try:
+            error = module.load_checkpoint(f"{folder}/run.pt")
+        except SystemExit as end:
+            error = str(end)
+        finally:
+            os.setresuid(0, 0, 0)
     assert "error: " in str(error) and "run.pt" in error, f"{script}: {error!r}"
 
 

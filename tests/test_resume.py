@@ -168,6 +168,33 @@ def test_its_own_data_and_model_resume_bit_for_bit(script, folder, tmp_path):
     assert_same_files(path, other, f"{script} with its own data, killed in a step")
 
 
+@pytest.mark.parametrize("script", ["synthetic_ddp", CIFAR])
+def test_transforms_draw_the_same_numbers_without_loader_processes(script, tmp_path):
+    """Of torch, random and numpy. harness.py sets --workers 0."""
+    path, other = tmp_path / "run.pt", tmp_path / "whole.pt"
+    flags = (*flags_of(script), "--checkpoint")
+    run_to_end(script, *flags, other, nproc=1, problem="noisy")
+    kill(script, *flags, path, nproc=1, at=in_a_step)
+    run_to_end(script, *flags, path, nproc=1, problem="noisy")
+    assert_same_files(path, other, f"{script} with --workers 0 is killed in a step")
+
+
+@scripts_with_best
+def test_a_writer_of_results_that_fails_costs_no_save(script, tmp_path):
+    """At a stop, W&B may be gone."""
+    def change(module, rank, seen):
+        def log_results(args, epoch, results):
+            raise OSError("no network")
+
+        module.log_results = log_results
+
+    path = tmp_path / "run.pt"
+    ranks = run(script, *flags_of(script), "--checkpoint", path, nproc=1, change=change)
+    assert "no network" in ranks[0].text, text_of(ranks)
+    assert path.exists() and Path(f"{path}.best").exists(), (
+        f"{script}: log_results() fails, and the epoch is not saved\n{text_of(ranks)}")
+
+
 @scripts
 def test_resumed_on_other_numbers_of_processes(script, tmp_path):
     """Killed on 3, resumed on 2. Weights differ by the order of summation alone."""
@@ -312,11 +339,11 @@ def test_it_saves_every_few_minutes(tmp_path):
         plain, module.check_model = module.check_model, check_model
 
     ranks = run_to_end(CIFAR, *flags_of(CIFAR), "--checkpoint", tmp_path / "run.pt", "--epochs", 1,
-                       "--save-every", 1, "--timeout", 60, change=change)
+                       "--save-every", 2, "--timeout", 60, change=change)
     for rank in ranks:
         kinds = [event[0] for event in rank.seen if event[0] in ("step", "save")]
-        assert kinds == ["step", "step", "save"] * 2, (
-            f"{CIFAR}, a step of which takes a minute, with --save-every 1: {kinds}")
+        assert kinds == ["step", "step", "step", "save", "step", "save"], (
+            f"{CIFAR}, a step of which takes a minute, with --save-every 2: {kinds}")
 
 
 # ---- the best weights ----
