@@ -152,7 +152,7 @@ def test_fewer_validation_samples_than_processes_and_none(script, count, words):
         def load_data(args):
             train_set, val_set = plain(args)
             few = torch.utils.data.Subset(val_set, range(count))
-            return train_set, few if script != "fashionmnist_ddp" else [
+            return train_set, few if SCRIPTS[script].data == "data sets" else [
                 tensor[:count] for tensor in val_set]
 
         plain, module.load_data = module.load_data, load_data
@@ -201,11 +201,11 @@ def test_all_ranks_use_the_flags_of_rank_0(script):
 def test_its_own_data_and_model_train_the_same_on_one_and_two_processes(script, folder, tmp_path):
     """With its own optimizer and schedule, random crops, shifts and flips.
 
-    cifar10_ddp draws the same random numbers on two processes. fashionmnist_ddp does not: there,
-    all images are mirrored, and there is no dropout.
+    Scripts with data sets draw the same random numbers on two processes. Those with tensors do not:
+    there, all images are mirrored, and there is no dropout.
     """
     def change(module, rank, seen):
-        if script == "fashionmnist_ddp":
+        if SCRIPTS[script].data == "tensors":
             torch.rand = torch.zeros
             F.dropout = lambda x, *_: x
 
