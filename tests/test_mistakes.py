@@ -474,24 +474,26 @@ def test_without_a_network_it_ends_with_an_error(script, data_set, tmp_path):
     assert data_set in rank.text.lower(), f"{script}: no word on the data\n{rank.text}"
 
 
-@scripts
-def test_other_numbers_of_samples_on_two_ranks_are_an_error_line(script):
-    """As of a file that is missing on one machine: the ranks would make other steps."""
+@pytest.mark.parametrize("script, samples, words", [
+    *[(script, range(50), "training_samples differs") for script in DDP_SCRIPTS],
+    (FASHION, range(55, -1, -1), "labels_checksum differs")])
+def test_other_samples_on_two_ranks_are_an_error_line(script, samples, words):
+    """As of a file that is missing on one machine, or of files that are listed in another order."""
     def change(module, rank, seen):
         def load_data(args):
             data = plain(args)
             train_set = data if script == "cpu_ddp" else data[0]
             if script in ("synthetic_ddp", CIFAR):
-                few = torch.utils.data.Subset(train_set, range(50))
+                other = torch.utils.data.Subset(train_set, samples)
             else:
-                few = [tensor[:50] for tensor in train_set]
-            return few if script == "cpu_ddp" else (few, data[1])
+                other = [tensor[list(samples)] for tensor in train_set]
+            return other if script == "cpu_ddp" else (other, data[1])
 
         if rank == 1:
             plain, module.load_data = module.load_data, load_data
 
     ranks = run(script, *flags_of(script), change=change)
-    errors_of(ranks, "training_samples differs", f"{script}: rank 1 has fewer samples than rank 0")
+    errors_of(ranks, words, f"{script}: rank 1 has other samples than rank 0")
 
 
 # ---- weights ----
