@@ -78,7 +78,7 @@ from torchvision.transforms import v2
 # ---- Flags, data, model, optimizer, loss, step, evaluation: edit these for your own training. ----
 # train() has connected the processes before it calls load_data() and the functions below it.
 def parse_args(flags=None):
-    """Return the settings of these flags (strings), or of the command line."""
+    """Parse flags (a list of strings; None: the command line), and return the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training images")
@@ -121,9 +121,9 @@ def parse_args(flags=None):
     return args
 
 
-# Flags that may change when a run is resumed. A change of any other flag is an error, also of
-# --epochs, since the learning rates depend on it. To train longer, start a new run from the best
-# weights: see build_model()
+# Flags that may change when a run is resumed. The others may not, not even --epochs, since the
+# learning rates depend on it. To train longer, start a new run from the best weights: see
+# build_model()
 MAY_CHANGE = ("batch_size", "bf16", "compile", "data_dir", "image_folder", "workers", "checkpoint",
               "save_every", "log_every", "timeout")
 

@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # ---- Flags, data, model, optimizer, loss, loop: what a script for one process has, too. ----
 # train() has connected the processes before it calls load_data() and the functions below it.
 def parse_args(flags=None):
-    """Return the settings of these flags (strings), or of the command line."""
+    """Parse flags (a list of strings; None: the command line), and return the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=50, help="passes over the data")
@@ -57,8 +57,8 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. A change of any other flag is an error, also of
-# --epochs, since a schedule of the learning rate would depend on it
+# Flags that may change when a run is resumed. The others may not, not even --epochs, since a
+# schedule of the learning rate would depend on it
 MAY_CHANGE = ("checkpoint", "timeout")
 
 

@@ -67,7 +67,7 @@ from torchvision.datasets import FashionMNIST
 # ---- Flags, data, model, optimizer, loss, loops: edit these for your own training. ----
 # train() has connected the processes before it calls load_data() and the functions below it.
 def parse_args(flags=None):
-    """Return the settings of these flags (strings), or of the command line."""
+    """Parse flags (a list of strings; None: the command line), and return the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
@@ -86,9 +86,9 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. A change of any other flag is an error, also of
-# --epochs, since the learning rates depend on it. To train longer, start a new run from the best
-# weights: see build_model()
+# Flags that may change when a run is resumed. The others may not, not even --epochs, since the
+# learning rates depend on it. To train longer, start a new run from the best weights: see
+# build_model()
 MAY_CHANGE = ("bf16", "nproc", "data_dir", "checkpoint", "timeout")
 
 

@@ -22,7 +22,7 @@ from torchvision.datasets import MNIST
 
 
 def parse_args(flags=None):
-    """Return the settings of these flags (strings), or of the command line."""
+    """Parse flags (a list of strings; None: the command line), and return the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5, help="passes over the data")
@@ -30,7 +30,7 @@ def parse_args(flags=None):
                         help="images in a step, over all GPUs")
     parser.add_argument("--lr", type=float, default=1e-3, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and dropout")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
+    parser.add_argument("--bf16", action="store_true", help="use bfloat16 (slow on many CPUs)")
     parser.add_argument("--device-ids", type=gpu_numbers, metavar="0,1",
                         help="GPUs to use; without it, all")
     parser.add_argument("--data-dir", default="data", help="folder of the data set")
@@ -40,7 +40,7 @@ def parse_args(flags=None):
 
 
 def gpu_numbers(text):
-    """Return the numbers in text, as in 0,1."""
+    """Return the numbers of GPUs in a text such as 0,1."""
     return [int(number) for number in text.split(",")]
 
 
@@ -135,8 +135,8 @@ def pick_devices(device_ids):
                  "start one with python, or use cifar10_ddp for several")
     gpus = torch.cuda.device_count()  # by the driver, which may be too old for this PyTorch
     if gpus and not torch.cuda.is_available():
-        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs; "
-                 "CUDA_VISIBLE_DEVICES= uses the CPU")
+        sys.exit(f"error: torch {torch.__version__} cannot use these GPUs: is the "
+                 "driver too old? To use the CPU, set CUDA_VISIBLE_DEVICES=")
     if not gpus:
         return torch.device("cpu"), []
     device_ids = device_ids or list(range(gpus))

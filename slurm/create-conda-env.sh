@@ -42,7 +42,7 @@ folder=$(cd "$folder" && pwd -P)
 # What is in ~/.local does not count, and nothing is installed there.
 export PYTHONNOUSERSITE=1 PIP_USER=0
 "$folder/bin/python" -m pip install --quiet -r "$here/requirements.txt"
-# In a folder that was moved or copied, torchrun names another Python. PYTHONPATH may hold PyTorch.
+# After a move or a copy, torchrun's first line names another Python. PYTHONPATH may hold PyTorch.
 if ! grep -qF "$folder/bin/python" "$folder/bin/torchrun" ||
         ! "$folder/bin/torchrun" --help >/dev/null; then
     echo "error: torchrun of $folder does not start, or not with its Python:" \

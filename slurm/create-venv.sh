@@ -29,7 +29,7 @@ export PIP_USER=0       # some sites set it, and pip refuses it in a venv
 remedy="delete $venv, unset PYTHONPATH if it is set, and run this again"
 "$venv/bin/python" -m pip --version >/dev/null || die "$venv has no pip that works: $remedy"
 "$venv/bin/python" -m pip install -r "$here/requirements.txt"
-# In a folder that was moved or copied, torchrun names another Python. PYTHONPATH may hold PyTorch.
+# After a move or a copy, torchrun's first line names another Python. PYTHONPATH may hold PyTorch.
 if ! grep -qF "$venv/bin/python" "$venv/bin/torchrun" || ! "$venv/bin/torchrun" --help >/dev/null
 then
     die "torchrun of $venv does not start, or not with its Python: $remedy"

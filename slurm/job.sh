@@ -29,7 +29,7 @@ if [[ $file && ${SLURM_ARRAY_TASK_ID:-} ]]; then
     file=${file//%a/$SLURM_ARRAY_TASK_ID}
 fi
 checkpoint=$(realpath -s "${file:-$SLURM_JOB_NAME-$SLURM_JOB_ID.pt}")
-# A new cluster numbers its jobs from 1 again, and may have the disk of an old one.
+# A reinstalled cluster numbers its jobs from 1 again, so an older job may have left this file.
 [[ $file || $restarts != 0 || ! -e $checkpoint ]] ||
     die "$checkpoint is another job's: move it and the .code away, or add --checkpoint $checkpoint"
 saved() { stat -Lc %y "$checkpoint" 2>&1; }     # when, or the error that there is no such file

@@ -65,7 +65,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 # ---- Flags, data, model, optimizer, loss, loops: edit these for your own training. ----
 # train() has connected the processes before it calls load_data() and the functions below it.
 def parse_args(flags=None):
-    """Return the settings of these flags (strings), or of the command line."""
+    """Parse flags (a list of strings; None: the command line), and return the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the data")
@@ -74,7 +74,7 @@ def parse_args(flags=None):
     parser.add_argument("--lr", type=float, default=0.01, help="initial learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order")
     parser.add_argument("--samples", type=int, default=2048, help="samples to generate")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
+    parser.add_argument("--bf16", action="store_true", help="use bfloat16 (slow on many CPUs)")
     parser.add_argument("--workers", type=int, default=0,
                         help="loader processes of each process: more, if the log's wait is high")
     parser.add_argument("--checkpoint", type=os.path.realpath, metavar="FILE",
@@ -83,9 +83,9 @@ def parse_args(flags=None):
     return parser.parse_args(flags)
 
 
-# Flags that may change when a run is resumed. A change of any other flag is an error, also of
-# --epochs, since the learning rates depend on it. To train longer, start a new run from the best
-# weights: see build_model()
+# Flags that may change when a run is resumed. The others may not, not even --epochs, since the
+# learning rates depend on it. To train longer, start a new run from the best weights: see
+# build_model()
 MAY_CHANGE = ("bf16", "workers", "checkpoint", "timeout")
 
 
