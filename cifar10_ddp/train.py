@@ -40,9 +40,13 @@ srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=$SLURM_NNODES --n
     --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
     train.py --image-folder DIR --model resnet50 --bf16 --global-batch 1024 --workers 7 \
     --checkpoint $file && exit
-# SIGTERM comes two minutes before the job ends (TERM@120): time to save, and to requeue the job. If
-# it has saved nothing since it started, it would only fail again, and is not requeued
-[ "$(saved)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
+# SIGTERM comes two minutes before the job ends (TERM@120): time to save, and to requeue the job,
+# also if it was preempted (PreemptTime is not N/A)
+if [ "$(saved)" = "$before" ] && squeue -hj $SLURM_JOB_ID -O PreemptTime | grep -q N/A; then
+    echo "the job has saved nothing since it started: it is not requeued, since it would fail again"
+else
+    scontrol requeue $SLURM_JOB_ID
+fi
 exit 1
 
 Follows the DDP part of the OpenACC notebook "Distributed Data Parallelism", and the cifar10_example

@@ -35,9 +35,13 @@ port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need differen
 srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=4 \
     --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
     train.py --checkpoint $file && exit
-# SIGTERM ends the processes a minute before the job ends (TERM@60): time to requeue the job. If it
-# has saved nothing since it started, it would only fail again, and is not requeued
-[ "$(saved)" = "$before" ] || scontrol requeue $SLURM_JOB_ID
+# SIGTERM ends the processes a minute before the job ends (TERM@60): time to requeue the job, also
+# if it was preempted (PreemptTime is not N/A)
+if [ "$(saved)" = "$before" ] && squeue -hj $SLURM_JOB_ID -O PreemptTime | grep -q N/A; then
+    echo "the job has saved nothing since it started: it is not requeued, since it would fail again"
+else
+    scontrol requeue $SLURM_JOB_ID
+fi
 exit 1
 
 Follows the synthetic_data_example of "A complete tutorial to run a distributed training on multiple

@@ -38,6 +38,7 @@ MinJobAge=3600                      # ended jobs stay visible
 PartitionName=DEFAULT Nodes=ALL DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=main Default=YES
 PartitionName=low
+PartitionName=grace GraceTime=60
 PartitionName=high PriorityTier=10 PreemptMode=OFF
 """
 FINAL = {"CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}

@@ -49,6 +49,15 @@ def epochs(items):
     return [items[first:first + length] for first in range(0, len(items), length)]
 
 
+@scripts
+def test_rank_0_alone_prints(script):
+    """Otherwise the log of 64 GPUs has each line 64 times."""
+    found = trained(script, 3)
+    printed = [len(re.findall("^(?:world size|epoch) ", rank.text, re.M)) for rank in found]
+    assert printed[0] > EPOCHS and printed[1:] == [0, 0], (
+        f"{script}: rank 0 alone must print. The ranks print {printed} lines\n{text_of(found)}")
+
+
 @numbers_of_processes
 @scripts
 def test_a_step_has_the_same_samples_and_an_epoch_has_each_sample_once(script, nproc):

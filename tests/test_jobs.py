@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from copies import make_copy
-from scripts import ROOT, SCRIPTS
+from scripts import BEST_SCRIPTS, ROOT, SCRIPTS, script_path
 from slurm_lab import Lab, booted, reason_to_skip, write_program
 
 slurm = pytest.mark.slurm
@@ -125,6 +125,7 @@ COPIES = {  # file: of which script, and the edits
     "late.py": ("slow.py", (IMPORTS, LATE)),
     "bug.py": ("cpu_ddp", ("", BUG), ('before "loss = train_epoch"', "if rank: bug(epoch)")),
     "mine/slow.py": ("slow.py", (IMPORTS, "import beside, package")),
+    "copied/train.py": ("slow.py", (IMPORTS, LATE)),
 }
 
 
@@ -134,6 +135,7 @@ def prepare(lab):
     for name in (*SCRIPTS, "slurm"):
         shutil.copytree(ROOT / name, lab.folder / name)
     (lab.folder / "mine/package").mkdir(parents=True)
+    (lab.folder / "copied").mkdir()
     for name, (script, *edits) in COPIES.items():
         make_copy(script if script in SCRIPTS else lab.folder / script, lab.folder / name, *edits)
     for name in ("beside.py", "package/__init__.py"):
@@ -142,7 +144,8 @@ def prepare(lab):
         (lab.folder / folder).mkdir()
         (lab.folder / folder / "beside.py").write_text("raise SystemExit('another module')")
     (lab.folder / "new.py").write_text("print('new code')")
-    (lab.folder / ".venv").symlink_to(sys.prefix)
+    for folder in (".", "copied"):
+        (lab.folder / folder / ".venv").symlink_to(sys.prefix)
     for name in ("torchrun", "python"):
         write_program(lab.folder / "show/bin" / name, SHOW)
     write_program(lab.folder / "pyxis/srun", PYXIS)
@@ -346,6 +349,12 @@ def test_an_unedited_file_uses_what_it_requests(unedited, name, cluster):
 
 
 # --- jobs that are disturbed ---
+def job_script_of(script):
+    """Return the job script in a script's docstring."""
+    text = script_path(script).read_text()
+    return re.search(r"^#!/bin/bash.*?^exit 1\n", text, re.MULTILINE | re.DOTALL)[0]
+
+
 def read_checkpoint(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -383,7 +392,8 @@ def assert_resumed(lab, job, restarts, checkpoint=None):
     output = lab.output(job)
     number = lab.restarts(job)
     assert number == restarts, f"job {job} was requeued {number} times, not {restarts}:\n{output}"
-    begins = [epochs[0] for epochs in starts_of(lab, job) if epochs]
+    epochs = [re.search(r"^epoch (\d+)/", start, re.M) for start in output.split("\nworld size ")]
+    begins = [int(epoch[1]) for epoch in epochs if epoch]
     assert begins[0] == 1 and begins == sorted(set(begins)), (
         f"job {job} has begun with the epochs {begins}:\n{output}")
     checkpoint = checkpoint or f"{lab.show(job, 'JobName')}-{lab.show(job, 'JobId')}.pt"
@@ -448,6 +458,29 @@ def preempted(lab):
     wait_for_epochs(lab, job, restarts=1)
     preempt(lab, "c3", job)
     assert_resumed(lab, job, 2)
+
+
+def job_script(lab):
+    """A script's docstring has it: preempted with a GraceTime while it imports, then stopped.
+
+    After a first start that saves nothing, and is not preempted, it ends.
+    """
+    text = job_script_of("synthetic_ddp")
+    for typed, edited in (("--nproc-per-node=4", "--nproc-per-node=1"), ("-task=32", "-task=1"),
+                          ("train.py --checkpoint", f"train.py {LONG} --checkpoint")):
+        text = text.replace(typed, edited)
+    (lab.folder / "copied/my job").write_text(text)
+    command = "--nodes=1 --gpus-per-node=0 --mem=500 --partition=grace 'my job'"
+    job = lab.sbatch(command, "c13", "cd copied &&", SLOW_STARTS=2, **LEFT)
+    lab.wait_for(job, "importing", lambda: "importing" in lab.output(job))
+    preempt(lab, "c13", job)
+    lab.wait_for(job, "saved", lambda: "\nepoch 2/" in lab.output(job))
+    lab.sh(f"scancel --signal=TERM {job}")
+    assert_resumed(lab, job, 2, "copied/run.pt")
+    job = lab.sbatch(command, "c13", "cd copied &&", SLOW_STARTS=2, **LEFT)
+    lab.wait_for(job, "importing", lambda: "importing" in lab.output(job))
+    lab.sh(f"scancel --signal=TERM {job}")
+    assert_failed_for_good(lab, job, 0)
 
 
 def controller_away(lab):
@@ -533,8 +566,8 @@ def cancelled(lab):
 
 
 DISTURBED = {function.__name__: function for function in (
-    lost_node, time_limit, preempted, controller_away, array, too_long_for_the_time_limit, bug,
-    cancelled)}
+    lost_node, time_limit, preempted, job_script, controller_away, array,
+    too_long_for_the_time_limit, bug, cancelled)}
 
 
 @pytest.fixture(scope="module")
@@ -669,6 +702,12 @@ def test_torchrun_is_launched_in_the_same_way_by_all_files():
     texts = [file.read_text() for file in FILES]
     launches = {text[text.index("    torchrun "):] for text in texts if "    torchrun " in text}
     assert len(launches) == 1, "torchrun is launched in different ways:\n" + "\n".join(launches)
+
+
+def test_job_scripts_of_docstrings_requeue_in_the_same_way():
+    """Above, one of them is preempted and stopped."""
+    ends = {job_script_of(script).partition("\nif ")[2] for script in BEST_SCRIPTS}
+    assert len(ends) == 1, "job scripts requeue in different ways:\n" + "\n".join(ends)
 
 
 def test_a_terminal_finds_the_environment_as_a_job_does():

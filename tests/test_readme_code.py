@@ -51,10 +51,9 @@ CODE = {name: (place, code) for page, names in BLOCKS.items()
         for (name, place), code in zip(names, code_blocks(ROOT / page, "python"))}
 SMALL = ("--global-batch", 16, "--epochs", 3)
 FLAGS = {  # for short runs with a small model
-    "synthetic_ddp": ("--samples", 160, *SMALL),
-    "fashionmnist_ddp": ("--fake-data", 96, *SMALL),
-    "cifar10_ddp": ("--fake-data", 96, "--workers", 0, *SMALL),
-}
+    script: (SCRIPTS[script].own[0], 160 if SCRIPTS[script].own[0] == "--samples" else 96, *SMALL,
+             *(("--workers", 0) if SCRIPTS[script].saves == "step" else ()))
+    for script in BEST_SCRIPTS}
 all_scripts = pytest.mark.parametrize("script", BEST_SCRIPTS)
 
 

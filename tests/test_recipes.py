@@ -17,16 +17,18 @@ import torch.nn as nn
 from harness import run_to_end
 from image_folder import write_images
 from PIL import Image, ImageOps
-from scripts import BEST_SCRIPTS, SCRIPTS, load_script
+from scripts import BEST_SCRIPTS, SCRIPTS, load_script, script_path
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 from torchvision import datasets, models
 from torchvision.transforms.v2.functional import to_pil_image
 
-DATA_SETS = {"mnist_dp": "MNIST", "cifar10_ddp": "CIFAR10", "fashionmnist_ddp": "FashionMNIST"}
+TEXTS = {script: script_path(script).read_text() for script in SCRIPTS}
+DATA_SETS = {script: match[1] for script, text in TEXTS.items()
+             if (match := re.search(r"from torchvision.datasets import (\w+)", text))}
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-AUGMENTING = ("fashionmnist_ddp", "cifar10_ddp")
+AUGMENTING = [script for script, text in TEXTS.items() if "def augment(" in text]
 scripts_that_augment = pytest.mark.parametrize("script", AUGMENTING)
 
 
@@ -163,7 +165,7 @@ def test_training_images_are_scaled_and_augmented_and_validation_images_are_scal
 @scripts_that_augment
 def test_half_of_the_images_are_mirrored(script):
     """They grow from left to right."""
-    size = 28 if script == "fashionmnist_ddp" else 32
+    size = 32 if script == "cifar10_ddp" else 28
     images = torch.arange(size).float().expand(400, 3, size, size)
     found, _ = load_script(script).augment(None, images, torch.zeros(400))
     mirrored = (found[:, 0, 0, 8] > found[:, 0, 0, 20]).sum().item()

@@ -441,7 +441,10 @@ def refused(script, path, expected, change=lambda module, rank, seen: None):
 
 @scripts
 def test_any_other_value_of_a_flag_is_another_run(script, stopped, tmp_path):
-    """But for those of MAY_CHANGE. Also --epochs: a scheduler would go on with another total."""
+    """But for those of MAY_CHANGE, which are named here, too.
+
+    Also --epochs: a scheduler would go on with another total.
+    """
     module = load_script(script)
     flags = vars(module.parse_args([])).keys()
     free = flags & {"checkpoint", "timeout", "workers", "nproc", "bf16", "compile", "data_dir",
