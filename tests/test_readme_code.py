@@ -16,7 +16,7 @@ import torch.nn as nn
 from copies import make_copy
 from harness import kill_at, run, run_to_end, text_of, unequal
 from image_folder import write_images
-from scripts import BEST_SCRIPTS, ROOT, code_blocks, load_script, script_path
+from scripts import BEST_SCRIPTS, ROOT, SCRIPTS, code_blocks, load_script, script_path
 
 pytestmark = pytest.mark.slow
 # The Python blocks of each page, in order: a name, and the place of its code in a copy of the
