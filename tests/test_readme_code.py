@@ -232,11 +232,12 @@ def language_model():
     return "", code.replace("layers=4", "layers=1")
 
 
-def test_a_language_model_learns_its_text():
+def test_a_language_model_learns_its_text_and_its_weights_are_used():
     Path("input.txt").write_text("".join(chr(97 + n * n % 7) for n in range(6000)))
     copy_with("synthetic_ddp", language_model())
-    epochs, _ = train("--global-batch", 8, "--lr", 0.01, "--epochs", 3)
+    epochs, _ = train("--global-batch", 8, "--lr", 0.01, "--epochs", 3, "--checkpoint", "my.pt")
     assert float(epochs[-1]["val_accuracy"]) > 0.7, f"the text is not learned: {epochs}"
+    assert "tensor([" in printed_by(CODE["use"][1]), "the page's code prints no prediction"
 
 
 TOKENS = """
