@@ -22,25 +22,26 @@ cifar10_ddp/train.py, which saves within epochs, too.
 
 If a run hangs, each process prints shortly before --timeout which lines it executes.
 
-A job script. After its time limit, a preemption or the loss of a node, the job continues:
+A job script (not for an array). After its time limit, a preemption or the loss of a node, the job
+continues:
 
 #!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=32 --mem=64G
 #SBATCH --time=1:00:00 --signal=TERM@60 --requeue --open-mode=append --output=%x-%j.out
 source .venv/bin/activate    # your environment
 file=run.pt                  # on a disk that all nodes share
-saved() { stat -Lc %y $file 2>&1; }       # when it was saved, or the error that there is no file
+saved() { stat -Lc %y "$file" 2>&1; }     # when it was saved, or the error that there is no file
 before=$(saved)
 port=$((10000 + SLURM_JOB_ID % 20000))    # jobs that share a node need different ones
 srun --cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=4 \
     --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$(hostname):$port \
-    train.py --checkpoint $file && exit
-# SIGTERM ends the processes a minute before the job ends (TERM@60): time to requeue the job, also
-# if it was preempted (PreemptTime is not N/A)
-if [ "$(saved)" = "$before" ] && squeue -hj $SLURM_JOB_ID -O PreemptTime | grep -q N/A; then
-    echo "the job has saved nothing since it started: it is not requeued, since it would fail again"
-else
+    train.py --checkpoint "$file" && exit
+# Slurm ends the processes a minute or two before the time limit (TERM@60), or when it preempts the
+# job. Requeue it if it has saved since it started, or was preempted (PreemptTime is not N/A)
+if [ "$(saved)" != "$before" ] || squeue -ahj $SLURM_JOB_ID -O PreemptTime | grep -qv N/A; then
     scontrol requeue $SLURM_JOB_ID
+else
+    echo "the job has saved nothing since it started: it is not requeued, since it would fail again"
 fi
 exit 1
 

@@ -31,7 +31,7 @@ def parse_args(flags=None):
                         metavar="NAME", help="a classifier of torchvision.models")
     parser.add_argument("--image-size", type=int, default=224, help="height and width in pixels")
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16; slow on many CPUs")
+    parser.add_argument("--bf16", action="store_true", help="use bfloat16 (slow on many CPUs)")
     parser.add_argument("--steps", type=int, default=20, help="to measure, after 5 to warm up")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
     parser.set_defaults(checkpoint=None)  # for form_group

@@ -461,9 +461,9 @@ def preempted(lab):
 
 
 def job_script(lab):
-    """A script's docstring has it: preempted with a GraceTime while it imports, then stopped.
+    """That of a docstring: preempted with a GraceTime while it imports, then stopped after a save.
 
-    After a first start that saves nothing, and is not preempted, it ends.
+    A second job, which is stopped before it saves, is not requeued.
     """
     text = job_script_of("synthetic_ddp")
     for typed, edited in (("--nproc-per-node=4", "--nproc-per-node=1"), ("-task=32", "-task=1"),
@@ -477,6 +477,7 @@ def job_script(lab):
     lab.wait_for(job, "saved", lambda: "\nepoch 2/" in lab.output(job))
     lab.sh(f"scancel --signal=TERM {job}")
     assert_resumed(lab, job, 2, "copied/run.pt")
+    (lab.folder / "copied/run.pt").unlink()
     job = lab.sbatch(command, "c13", "cd copied &&", SLOW_STARTS=2, **LEFT)
     lab.wait_for(job, "importing", lambda: "importing" in lab.output(job))
     lab.sh(f"scancel --signal=TERM {job}")
@@ -706,8 +707,13 @@ def test_torchrun_is_launched_in_the_same_way_by_all_files():
 
 def test_job_scripts_of_docstrings_requeue_in_the_same_way():
     """Above, one of them is preempted and stopped."""
-    ends = {job_script_of(script).partition("\nif ")[2] for script in BEST_SCRIPTS}
-    assert len(ends) == 1, "job scripts requeue in different ways:\n" + "\n".join(ends)
+    found = set()
+    for script in BEST_SCRIPTS:
+        _, begin, text = job_script_of(script).partition("\nfile=")
+        head, condition, end = text.partition("\nif ")
+        assert begin and condition, f"the job script of {script} has no file, or no condition"
+        found.add("\n".join([*head.splitlines()[:3], end]))
+    assert len(found) == 1, "job scripts requeue in different ways:\n" + "\n".join(found)
 
 
 def test_a_terminal_finds_the_environment_as_a_job_does():
