@@ -4,6 +4,7 @@ The problem takes the place of the functions above train(), as in a user's copy.
 each sample by its number, and sees each batch in a loss that it has written itself.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -126,6 +127,7 @@ def run(script, *flags, nproc=2, problem="plain", change=lambda module, rank, se
     module = load_script(script)
 
     def work(rank):
+        os.setpgid(0, 0)
         sys.stdout = sys.stderr = open(f"{folder}/{rank}.log", "w", buffering=1)
         os.dup2(sys.stdout.fileno(), 2)
         os.environ.clear()
@@ -160,12 +162,17 @@ def run(script, *flags, nproc=2, problem="plain", change=lambda module, rank, se
         for process in processes:
             process.start()
         end = time.monotonic() + 300  # of a hang
-        while any(process.is_alive() for process in processes):
-            killed = any((process.exitcode or 0) < 0 for process in processes)
-            if killed or time.monotonic() > end:
-                for process in processes:
-                    process.kill()
-            time.sleep(0.01)
+        try:
+            while any(process.is_alive() for process in processes):
+                killed = any((process.exitcode or 0) < 0 for process in processes)
+                if killed or time.monotonic() > end:
+                    for process in processes:
+                        process.kill()
+                time.sleep(0.01)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # loader processes that have just begun
         return [read(rank) for rank in range(nproc)]
 
 

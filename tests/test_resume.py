@@ -115,6 +115,8 @@ def test_killed_and_resumed_bit_for_bit(script, place, whole, tmp_path):
     path, nproc = tmp_path / "run.pt", 1 + (place != "in a step")
     what = f"{script} on {nproc} processes, killed {place}"
     kill(script, *noisy(script, path), at=PLACES[place], nproc=nproc)
+    files = {file.name for file in tmp_path.iterdir() if file.suffix != ".tmp"}
+    assert not files or place != "in the first write", f"{what}: {files} are there too early"
     if (script, place) == (CIFAR, "in an evaluation"):
         step = torch.load(path)["progress"]["step"]
         assert step == 2 * STEPS, f"{what} of epoch 2, has saved step {step}: training is lost"
