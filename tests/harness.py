@@ -172,7 +172,8 @@ def run(script, *flags, nproc=2, problem="plain", change=lambda module, rank, se
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # loader processes that have just begun
+                    # A loader process that has just begun would not notice it, and wait for ever
+                    os.killpg(process.pid, signal.SIGKILL)
         return [read(rank) for rank in range(nproc)]
 
 
