@@ -23,7 +23,7 @@ import torchvision  # noqa: F401  once, too
 from image_folder import write_images
 from launchers import clean_environment, free_port
 from scripts import SCRIPTS, load_script
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 TRAIN, VAL = 56, 18  # samples of the problem. The first number of a sample is its own number
 EPOCHS, STEPS = 3, 4
@@ -190,17 +190,40 @@ def text_of(ranks):
                      for number, rank in enumerate(ranks))
 
 
+def wrap(place, name, function):
+    """Let a call of place.name call function(plain, ...): plain is what place.name was before."""
+    plain = getattr(place, name)
+    setattr(place, name, lambda *arguments, **options: function(plain, *arguments, **options))
+
+
+def keep_samples(module, script, part, numbers):
+    """Let load_data() return these samples alone of those to train (part 0) or to validate (1)."""
+    def load_data(plain, args):
+        sets = [plain(args)] if script == "cpu_ddp" else list(plain(args))
+        if SCRIPTS[script].data == "data sets":
+            sets[part] = Subset(sets[part], numbers)
+        else:
+            sets[part] = [tensor[torch.tensor(numbers).long()] for tensor in sets[part]]
+        return sets[0] if script == "cpu_ddp" else sets
+
+    wrap(module, "load_data", load_data)
+
+
 def kill_at(place, name, number, signum=signal.SIGKILL):
     """Let this process get a signal at the number-th call of a function of place."""
-    function, calls = getattr(place, name), []
-
-    def counted(*arguments, **options):
+    def counted(plain, *arguments, **options):
         calls.append(True)
         if len(calls) == number:
             os.kill(os.getpid(), signum)
-        return function(*arguments, **options)
+        return plain(*arguments, **options)
 
-    setattr(place, name, counted)
+    calls = []
+    wrap(place, name, counted)
+
+
+def kill_in_step(number, signum=signal.SIGKILL):
+    """Let this process get a signal when it begins its number-th step."""
+    kill_at(torch.optim.Optimizer, "zero_grad", number, signum)
 
 
 def unequal(one, other, place=""):
