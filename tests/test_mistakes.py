@@ -8,15 +8,16 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from copies import make_copy
-from harness import STEPS, flags_of, kill_at, own_flags, run, run_to_end, text_of
+from harness import (TRAIN, flags_of, keep_samples, kill_in_step, own_flags, run, run_to_end,
+                     text_of, wrap)
 from launchers import run as run_command
 from launchers import start, wait_until_gone
 from scripts import DDP_SCRIPTS, ROOT, SCRIPTS, load_script, script_path
@@ -41,31 +42,26 @@ STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4
 ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1"}
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29401"}
-# Variables of a process, GPUs (their number, and whether PyTorch can use them), and what its error
-# line names. GPUs that it cannot use: their driver is too old, or it is the third process on two.
+# Scripts (form_group() of CIFAR is that of two others), variables of a process, GPUs (their number,
+# and whether PyTorch can use them), and what the error line names: without it, the process trains
 GIVEN = {
-    "srun -n 4 python": (STEP, (0, False), "RANK"),
-    "srun -n 1 python": (ONE_TASK, (0, False), ""),
-    "torchrun in a step": (STEP | TORCHRUN, (0, False), ""),
-    "GPUs that are not usable": (TORCHRUN, (2, False), "CUDA_VISIBLE_DEVICES="),
-    "more processes than GPUs": (TORCHRUN | {"LOCAL_RANK": "2"}, (2, True),
+    "srun -n 4 python": (["cpu_ddp", CIFAR, FASHION], STEP, (0, False), "RANK"),
+    "srun -n 4 mnist_dp": (["mnist_dp"], STEP, (0, False), "one process"),
+    "torchrun mnist_dp": (["mnist_dp"], TORCHRUN | {"WORLD_SIZE": "2"}, (0, False), "one process"),
+    "srun -n 1 python": (["cpu_ddp", CIFAR, "mnist_dp"], ONE_TASK, (0, False), ""),
+    "torchrun in a step": (["cpu_ddp", CIFAR, FASHION], STEP | TORCHRUN, (0, False), ""),
+    # Their driver is too old
+    "GPUs that are not usable": ([CIFAR, "mnist_dp"], {}, (2, False), "CUDA_VISIBLE_DEVICES="),
+    "more processes than GPUs": ([CIFAR], TORCHRUN | {"LOCAL_RANK": "2"}, (2, True),
                                  "CUDA_VISIBLE_DEVICES="),
 }
-GIVEN_TO_MNIST_DP = {
-    "srun -n 4 python": (STEP, (0, False), "one process"),
-    "torchrun": (TORCHRUN | {"WORLD_SIZE": "2"}, (0, False), "one process"),
-    "srun -n 1 python": (ONE_TASK, (0, False), ""),
-    "GPUs that are not usable": ({}, (2, False), "CUDA_VISIBLE_DEVICES="),
-}
-CASES = [*[(script, case) for script in DDP_SCRIPTS for case in GIVEN
-           if script != "cpu_ddp" or "GPUs" not in case],
-         *[("mnist_dp", case) for case in GIVEN_TO_MNIST_DP]]
 
 
-@pytest.mark.parametrize("script, case", CASES)
+@pytest.mark.parametrize("script, case", [
+    (script, case) for case in GIVEN for script in GIVEN[case][0]])
 def test_a_process_trains_or_ends_with_an_error_line(script, case):
     """Several tasks without ranks would each train, and write one file; or train on the CPU."""
-    variables, gpus, named = (GIVEN_TO_MNIST_DP if script == "mnist_dp" else GIVEN)[case]
+    _, variables, gpus, named = GIVEN[case]
 
     def change(module, rank, seen):
         torch.cuda.device_count = lambda: gpus[0]
@@ -73,26 +69,23 @@ def test_a_process_trains_or_ends_with_an_error_line(script, case):
         os.environ.update(variables)
         module.load_data = lambda args: sys.exit("it trains")
 
-    data = ["--samples" if script in ("cpu_ddp", "synthetic_ddp") else "--fake-data", 32]
-    if script == FASHION and "RANK" in named:
-        data += ["--nproc", 2]
-    ranks = run(script, *data, nproc=1, problem="own", change=change)
+    nproc = ["--nproc", 2] if script == FASHION else []  # its main() would start two
+    ranks = run(script, *SCRIPTS[script].own, *nproc, nproc=1, problem="own", change=change)
     if named:
         errors_of(ranks, named, f"{script}, {case}")
     else:
         assert ranks[0].text == "it trains\n", f"{script}, {case}, must train:\n{ranks[0].text}"
 
 
-@pytest.mark.parametrize("script", [FASHION, CIFAR, "synthetic_ddp"])
-def test_each_process_of_a_machine_has_a_gpu_of_its_own(script):
+def test_each_process_of_a_machine_has_a_gpu_of_its_own():
     """Of two GPUs, which are not used here. test_gpu.py uses those that there are."""
     def change(module, rank, seen):
         torch.cuda.device_count = lambda: 2
         torch.cuda.is_available = lambda: True
         torch.cuda.set_device = lambda device: sys.exit(str(device))
 
-    found = [rank.text for rank in run(script, problem="own", change=change)]
-    assert found == ["cuda:0\n", "cuda:1\n"], f"{script}: two processes use the GPUs {found}"
+    found = [rank.text for rank in run(CIFAR, *SCRIPTS[CIFAR].own, problem="own", change=change)]
+    assert found == ["cuda:0\n", "cuda:1\n"], f"two processes use the GPUs {found}"
 
 
 def test_data_is_prepared_by_rank_0_and_then_once_on_each_machine(tmp_path):
@@ -127,9 +120,15 @@ class SleepingSet(TensorDataset):
         time.sleep(100)  # in a loader process
 
 
-def hang_in(place, ended):
-    """Return a change by which rank 1 hangs in a function until rank 0 has ended, a minute long."""
-    def sleep_here(*_, **__):
+@pytest.mark.parametrize("script, place", [("cpu_ddp", "loss_of"), (CIFAR, "evaluate")])
+def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place, tmp_path):
+    """Before the others end with an error, after --timeout. torchrun would name rank 0 alone.
+
+    Two scripts have the form_group() of CIFAR. For other places, see the test of the alarm.
+    """
+    ended = tmp_path / "ended"
+
+    def sleep_here(*_):
         for _ in range(600):
             time.sleep(0.1)
             if ended.exists():
@@ -137,7 +136,7 @@ def hang_in(place, ended):
         print("rank 0 does not end")
 
     def change(module, rank, seen):
-        def train(args):
+        def train(plain, args):
             try:
                 plain(args)
             finally:
@@ -146,32 +145,17 @@ def hang_in(place, ended):
         if rank == 1:
             setattr(module, place, sleep_here)
         else:
-            plain, module.train = module.train, train
+            wrap(module, "train", train)
 
-    return change
-
-
-LOSS = {"cpu_ddp": "loss_of"}
-HANGS = [("cpu_ddp", "loss_of"), (FASHION, "evaluate"), ("synthetic_ddp", "load_data"),
-         (CIFAR, "loss_and_counts")]
-
-
-@pytest.mark.parametrize("script, place", [
-    *HANGS, *[pytest.param(script, place, marks=pytest.mark.slow) for script in DDP_SCRIPTS
-              for place in (LOSS.get(script, "loss_and_counts"), "evaluate", "load_data")
-              if (script, place) not in HANGS and (script != "cpu_ddp" or place != "evaluate")]])
-def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place, tmp_path):
-    """Before the others end with an error, after --timeout. torchrun would name rank 0 alone."""
-    ranks = run(script, *flags_of(script), "--timeout", 5,
-                change=hang_in(place, tmp_path / "ended"))
+    ranks = run(script, *flags_of(script), "--timeout", 5, change=change)
     assert re.search(r'File ".*test_mistakes.py", line \d+ in sleep_here', ranks[1].text), (
         f"{script}: rank 1 hangs in {place}, and does not say so:\n{text_of(ranks)}")
     assert ranks[0].code == 1 and "does not end" not in ranks[1].text, (
         f"{script}: rank 1 hangs in {place}, and rank 0 does not end:\n{text_of(ranks)}")
 
 
-@pytest.mark.parametrize("script", [CIFAR, "synthetic_ddp"])
-def test_a_loader_process_that_hangs_ends_the_run(script):
+@pytest.mark.parametrize("script, seconds", [(CIFAR, 5), ("synthetic_ddp", 1)])
+def test_a_loader_process_that_hangs_ends_the_run(script, seconds):
     """Those of cifar10_ddp live as long as the run, and print their lines."""
     def change(module, rank, seen):
         def load_data(args):
@@ -180,12 +164,12 @@ def test_a_loader_process_that_hangs_ends_the_run(script):
 
         module.load_data = load_data
 
-    (rank,) = run(script, *flags_of(script), "--workers", 1, "--timeout", 5, nproc=1,
+    (rank,) = run(script, *flags_of(script), "--workers", 1, "--timeout", seconds, nproc=1,
                   change=change)
     lines = re.search(r'File ".*test_mistakes.py", line \d+ in __getitem__', rank.text)
     assert lines or script != CIFAR, (
         f"{script}: a Dataset hangs in a loader process, which does not say so:\n{rank.text}")
-    assert rank.code == 1 and "timed out after 5 seconds" in rank.text, (
+    assert rank.code == 1 and f"timed out after {seconds} seconds" in rank.text, (
         f"{script}: a Dataset hangs, and the run does not end:\n{rank.text}")
 
 
@@ -217,31 +201,23 @@ def test_ctrl_c_before_training_is_no_success():
         pytest.fail("Ctrl-C, while a worker of mp.spawn starts, is taken for success")
 
 
-def test_a_signal_is_saved_and_said_also_if_nobody_reads_the_log(tmp_path):
+@pytest.mark.parametrize("signum, read", [(signal.SIGINT, True), (signal.SIGHUP, False)])
+def test_a_signal_is_saved_and_said_also_if_nobody_reads_the_log(signum, read, tmp_path):
     """As after `2>&1 | tee log`, which Ctrl-C ends first, or in a closed terminal."""
     def change(module, rank, seen):
-        kill_at(torch.optim.Optimizer, "zero_grad", 2, signal.SIGINT)
+        if not read:
+            reader, writer = os.pipe()
+            os.close(reader)
+            sys.stdout = sys.stderr = open(writer, "w", buffering=1)
+            os.dup2(writer, 2)
+        kill_in_step(2, signum)
 
-    def change_unread(module, rank, seen):
-        reader, writer = os.pipe()
-        os.close(reader)
-        sys.stdout = sys.stderr = open(writer, "w", buffering=1)
-        os.dup2(writer, 2)
-        change(module, rank, seen)
-
-    for how in (change, change_unread):
-        path = tmp_path / how.__name__
-        (rank,) = run(CIFAR, *flags_of(CIFAR), "--log-every", 0, "--checkpoint", path, nproc=1,
-                      change=how)
-        assert rank.code == 1 and torch.load(path)["progress"]["step"] in (2, 3), (
-            f"SIGINT in step 2: nothing is saved\n{rank.text}")
-        assert how != change or "a signal has come" in rank.text, f"nothing is said\n{rank.text}"
-
-
-def fast_model(script):
-    if script != CIFAR:
-        return []
-    return ["--model", "squeezenet1_1", "--image-size", 32, "--lr", 0.1]
+    path = tmp_path / "run.pt"
+    (rank,) = run(CIFAR, *flags_of(CIFAR), "--log-every", 0, "--checkpoint", path, nproc=1,
+                  change=change)
+    assert rank.code == 1 and torch.load(path)["progress"]["step"] in (2, 3), (
+        f"{signum} in step 2: nothing is saved\n{rank.text}")
+    assert not read or "a signal has come" in rank.text, f"nothing is said\n{rank.text}"
 
 
 @pytest.mark.slow
@@ -253,9 +229,8 @@ def test_a_run_that_is_stopped_ends_with_an_error_and_leaves_nothing(script, lau
     """kill PID; Ctrl-C, which a terminal sends to all; SIGKILL to a process, for its memory."""
     copy = make_copy(script, tmp_path / "train.py", (
         'before "optimizer.zero_grad()"', 'print("training", flush=True)\ntime.sleep(0.05)'))
-    with start(copy, "--fake-data", 64, "--global-batch", 4, "--epochs", 1000,
-               *fast_model(script), "--checkpoint", tmp_path / "run.pt", "--timeout", 60,
-               launcher=launcher, nproc=2) as job:
+    with start(copy, *own_flags(script), "--epochs", 1000, "--checkpoint", tmp_path / "run.pt",
+               "--timeout", 60, launcher=launcher, nproc=2) as job:
         job.wait_for("^training")
         if way == "Ctrl-C":
             os.killpg(job.launcher.pid, signal.SIGINT)
@@ -369,131 +344,58 @@ def test_a_batch_that_does_not_fit_is_an_error_line(script, flag, value, nproc):
 
 @pytest.mark.parametrize("name, value, words", [
     ("seed", "7", "--seed must be an integer"), ("tokenizer", object(), "args.tokenizer is .* at")])
-@scripts
-def test_a_value_that_differs_by_process_is_an_error_line(script, name, value, words):
-    """Of a flag, in a copy: the hash of a text, the address of an object."""
-    def change(module, rank, seen):
-        def parse_args():
-            args = plain()
-            setattr(args, name, value)
-            return args
+def test_a_value_that_differs_by_process_is_an_error_line(name, value, words):
+    """Of a flag, in a copy: the hash of a text, the address of an object.
 
-        plain, module.parse_args = module.parse_args, parse_args
+    describe_run() is the same in all scripts.
+    """
+    ranks = run("cpu_ddp", *flags_of("cpu_ddp"), change=lambda module, rank, seen: wrap(
+        module, "parse_args", lambda plain: Namespace(**{**vars(plain()), name: value})))
+    errors_of(ranks, words, f"args.{name} = {value!r}")
 
-    ranks = run(script, *flags_of(script), change=change)
-    errors_of(ranks, words, f"{script}, args.{name} = {value!r}")
+
+def test_other_samples_on_two_ranks_are_an_error_line():
+    """As of a file that is missing on one machine, or of files that are listed in another order."""
+    ranks = run(FASHION, *flags_of(FASHION), change=lambda module, rank, seen: (
+        rank == 1 and keep_samples(module, FASHION, 0, range(TRAIN - 1, -1, -1))))
+    errors_of(ranks, "labels_checksum differs", "rank 1 has other samples than rank 0")
 
 
 # ---- folders and data ----
-@scripts
-def test_a_folder_that_does_not_exist_is_an_error_line_at_the_start(script, tmp_path):
-    path = tmp_path / "absent/run.pt"
-    ranks = run(script, *flags_of(script), "--checkpoint", path, nproc=1)
-    errors_of(ranks, "absent/run.pt", f"{script}: --checkpoint in a folder that does not exist")
+@pytest.mark.parametrize("script", ["cpu_ddp", CIFAR])  # of two kinds of form_group()
+@pytest.mark.parametrize("folder", ["absent", "/proc"])
+def test_a_folder_that_cannot_be_written_is_an_error_line_at_the_start(script, folder):
+    """Not even root can create a file in /proc."""
+    ranks = run(script, *flags_of(script), "--checkpoint", f"{folder}/run.pt", nproc=1)
+    errors_of(ranks, f"{folder}/run.pt", f"{script}: --checkpoint in a folder that is {folder}")
     assert not ranks[0].seen, f"{script} trains before it says so\n{ranks[0].text}"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user requires root")
-@scripts
-def test_a_folder_that_cannot_be_written_is_an_error_line(script):
-    """Here, another user's. (pytest's own folders cannot be entered by others.)"""
-    module = load_script(script)
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        os.setresuid(65534, 65534, 0)
-        try:
-            error = module.load_checkpoint(f"{folder}/run.pt")
-        except SystemExit as end:
-            error = str(end)
-        finally:
-            os.setresuid(0, 0, 0)
-    assert "error: " in str(error) and "run.pt" in error, f"{script}: {error!r}"
+def test_a_save_that_fails_is_an_error_and_leaves_the_last_checkpoint(tmp_path):
+    """On a full disk, as /dev/full is; and of a number of numpy's, which could not be loaded.
 
-
-@scripts
-def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(script, tmp_path):
-    """/dev/full is one."""
-    path = tmp_path / "run.pt"
-
-    def change(module, rank, seen):
-        def check_model(*arguments):
-            if path.exists():
-                (tmp_path / "run.pt.tmp").symlink_to("/dev/full")
-                (tmp_path / "run.pt.best.tmp").symlink_to("/dev/full")
-            plain(*arguments)
-
-        plain, module.check_model = module.check_model, check_model
-
-    (rank,) = run(script, *flags_of(script), "--checkpoint", path, nproc=1, change=change)
-    assert rank.code == 1 and "No space left" in rank.text, f"{script}: no error\n{rank.text}"
-    saved = torch.load(path)["progress"]
-    assert 1 in saved.values() or STEPS in saved.values(), f"{script}: FILE has {saved}"
-
-
-@scripts
-def test_what_could_not_be_loaded_is_not_saved(script, tmp_path):
-    """As a number of numpy's in a rate or a schedule."""
-    def change(module, rank, seen):
-        def build_optimizer(*arguments):
-            made = plain(*arguments)
-            optimizer = made if script == "cpu_ddp" else made[0]
-            optimizer.param_groups[0]["weight_decay"] = torch.zeros(1).numpy()[0]
-            return made
-
-        plain, module.build_optimizer = module.build_optimizer, build_optimizer
-
-    path = tmp_path / "run.pt"
-    (rank,) = run(script, *flags_of(script), "--checkpoint", path, nproc=1, change=change)
-    assert rank.code == 1 and "numpy" in rank.text, f"{script} does not say so:\n{rank.text}"
-    assert not path.exists(), f"{script} has saved a number of numpy's: FILE cannot be loaded"
+    save() is the same in all scripts.
+    """
+    save, path = load_script("cpu_ddp").save, tmp_path / "run.pt"
+    save({"step": 1}, path)
+    with pytest.raises(Exception, match="numpy"):
+        save({"step": torch.zeros(1).numpy()[0]}, path)
+        pytest.fail("a number of numpy's is saved: FILE could not be loaded")
+    (tmp_path / "run.pt.tmp").unlink()
+    (tmp_path / "run.pt.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        save({"step": 2}, path)
+        pytest.fail("a full disk is no error")
+    assert torch.load(path) == {"step": 1}, "a save that failed has changed FILE"
 
 
 @pytest.mark.parametrize("dtype", [torch.float, torch.bool])
 @pytest.mark.parametrize("script", [FASHION, CIFAR])
 def test_images_that_would_be_scaled_twice_are_an_error_line(script, dtype):
     """As after ToTensor, and Normalize."""
-    def change(module, rank, seen):
-        def load_data(args):
-            sets = plain(args)
-            if script == FASHION:
-                return [(images.to(dtype), labels) for images, labels in sets]
-            return [TensorDataset(data.tensors[0].to(dtype), data.tensors[1]) for data in sets]
-
-        plain, module.load_data = module.load_data, load_data
-
-    ranks = run(script, *own_flags(script), nproc=1, problem="own", change=change)
-    errors_of(ranks, f"{dtype}.* ToTensor, Normalize", f"{script}: images of {dtype}")
-
-
-@pytest.mark.parametrize("script, data_set", [("mnist_dp", "mnist"), (FASHION, "fashion"),
-                                              (CIFAR, "cifar")])
-def test_without_a_network_it_ends_with_an_error(script, data_set, tmp_path):
-    """The proxy of the tests' environment does not answer."""
-    (rank,) = run(script, "--data-dir", tmp_path, nproc=1, problem="own")
-    assert rank.code == 1, f"{script} without data and network ends well\n{rank.text}"
-    assert data_set in rank.text.lower(), f"{script}: no word on the data\n{rank.text}"
-
-
-@pytest.mark.parametrize("script, samples, words", [
-    *[(script, range(50), "training_samples differs") for script in DDP_SCRIPTS],
-    (FASHION, range(55, -1, -1), "labels_checksum differs")])
-def test_other_samples_on_two_ranks_are_an_error_line(script, samples, words):
-    """As of a file that is missing on one machine, or of files that are listed in another order."""
-    def change(module, rank, seen):
-        def load_data(args):
-            data = plain(args)
-            train_set = data if script == "cpu_ddp" else data[0]
-            if script in ("synthetic_ddp", CIFAR):
-                other = torch.utils.data.Subset(train_set, samples)
-            else:
-                other = [tensor[list(samples)] for tensor in train_set]
-            return other if script == "cpu_ddp" else (other, data[1])
-
-        if rank == 1:
-            plain, module.load_data = module.load_data, load_data
-
-    ranks = run(script, *flags_of(script), change=change)
-    errors_of(ranks, words, f"{script}: rank 1 has other samples than rank 0")
+    with pytest.raises(SystemExit, match=f"^error: .*{dtype}.* ToTensor, Normalize"):
+        load_script(script).scale(torch.zeros(2, 3, 28, 28, dtype=dtype), None)
+        pytest.fail(f"{script} scales images of {dtype}")
 
 
 # ---- weights ----
@@ -501,10 +403,8 @@ def test_other_samples_on_two_ranks_are_an_error_line(script, samples, words):
 def test_a_model_that_is_called_without_ddp_is_an_error_line(script, tmp_path):
     """No gradients are averaged: each rank would train a model of its own."""
     def change(module, rank, seen):
-        def loss_and_counts(args, model, *batch):
-            return plain(args, getattr(model, "module", model), *batch)
-
-        plain, module.loss_and_counts = module.loss_and_counts, loss_and_counts
+        wrap(module, "loss_and_counts", lambda plain, args, model, *batch: plain(
+            args, getattr(model, "module", model), *batch))
 
     path = tmp_path / "run.pt"
     ranks = run(script, *flags_of(script), "--checkpoint", path, change=change)
@@ -513,28 +413,29 @@ def test_a_model_that_is_called_without_ddp_is_an_error_line(script, tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@scripts
-def test_weights_that_are_not_finite_are_not_saved(script, value, tmp_path):
-    """NaN of one rank is that of all after the next step: here, in the last one before a save."""
+def test_weights_that_are_not_finite_are_not_saved(value, tmp_path):
+    """NaN of one rank is that of all after the next step: here, in the last one before a save.
+
+    check_model() is the same in all scripts.
+    """
     def change(module, rank, seen):
-        def check_model(model):
+        def check_model(plain, model):
             with torch.no_grad():
                 next(model.parameters())[0, 0] = value if rank else 0
             plain(model)
 
-        plain, module.check_model = module.check_model, check_model
+        wrap(module, "check_model", check_model)
 
     path = tmp_path / "run.pt"
-    ranks = run(script, *flags_of(script), "--checkpoint", path, change=change)
-    errors_of(ranks, "NaN or infinity", f"{script}, with {value} on one rank")
-    assert not path.exists(), f"{script} has saved {value}\n{text_of(ranks)}"
+    ranks = run("cpu_ddp", *flags_of("cpu_ddp"), "--checkpoint", path, change=change)
+    errors_of(ranks, "NaN or infinity", f"{value} on one rank")
+    assert not path.exists(), f"{value} is saved\n{text_of(ranks)}"
 
 
-@scripts
-def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
+def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type():
     """Only weights that train have to be finite: masks are infinite, quantized weights bytes."""
     def change(module, rank, seen):
-        def build_model(args):
+        def build_model(plain, args):
             model = plain(args)
             model.register_buffer("mask", torch.tensor(-torch.inf))
             for name, values in (("bytes", torch.zeros(3).byte()), ("mask_weight", model.mask)):
@@ -542,9 +443,9 @@ def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type(script):
                 model.register_parameter(name, frozen)
             return model
 
-        plain, module.build_model = module.build_model, build_model
+        wrap(module, "build_model", build_model)
 
-    run_to_end(script, *flags_of(script), nproc=1, change=change)
+    run_to_end("cpu_ddp", *flags_of("cpu_ddp"), nproc=1, change=change)
 
 
 # ---- two machines: the command of the docstrings is that of cpu.sbatch (test_jobs.py) ----
