@@ -105,6 +105,13 @@ def give_problem(module, script, seen, noisy):
     module.scale = lambda x, y: (x, y)
 
 
+def end_at_once():
+    """Let close_group() leave the group as it is. To destroy it, it waits for half a second."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: None if seconds == 0.5 else sleep(seconds)
+    torch.distributed.destroy_process_group = lambda: None
+
+
 def weights_of(model):
     """Return the trained weights as one vector."""
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
@@ -143,6 +150,7 @@ def run(script, *flags, nproc=2, problem="plain", change=lambda module, rank, se
         sys.argv = ["train.py", *map(str, flags)]
         seen = []
         if problem != "own":
+            end_at_once()
             give_problem(module, script, seen, problem == "noisy")
             if SCRIPTS[script].data == "data sets":
                 sys.argv[1:1] = ["--workers", "0"]
