@@ -107,8 +107,7 @@ def give_problem(module, script, seen, noisy):
 
 def end_at_once():
     """Let close_group() leave the group as it is. To destroy it, it waits for half a second."""
-    sleep = time.sleep
-    time.sleep = lambda seconds: None if seconds == 0.5 else sleep(seconds)
+    wrap(time, "sleep", lambda plain, seconds: None if seconds == 0.5 else plain(seconds))
     torch.distributed.destroy_process_group = lambda: None
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import (EPOCHS, STEPS, TRAIN, VAL, flags_of, give_problem, own_flags, run_to_end,
-                     text_of, weights_of)
+from harness import (EPOCHS, STEPS, TRAIN, VAL, flags_of, give_problem, keep_samples, own_flags,
+                     run_to_end, text_of, weights_of, wrap)
 from scripts import BEST_SCRIPTS, DDP_SCRIPTS, SCRIPTS, load_script
 
 scripts = pytest.mark.parametrize("script", DDP_SCRIPTS)
@@ -157,16 +157,8 @@ def test_an_evaluation_has_each_validation_sample_once(script, nproc):
 @scripts_with_best
 def test_fewer_validation_samples_than_processes_and_none(script, count, words):
     """A rank without samples takes part, and without any there is no result."""
-    def change(module, rank, seen):
-        def load_data(args):
-            train_set, val_set = plain(args)
-            few = torch.utils.data.Subset(val_set, range(count))
-            return train_set, few if SCRIPTS[script].data == "data sets" else [
-                tensor[:count] for tensor in val_set]
-
-        plain, module.load_data = module.load_data, load_data
-
-    text = text_of(run_to_end(script, *flags_of(script), change=change))
+    text = text_of(run_to_end(script, *flags_of(script), change=lambda module, rank, seen: (
+        keep_samples(module, script, 1, range(count)))))
     assert words in text, f"{script} with {count} validation samples: no {words!r}\n{text}"
     assert "nan" not in text, f"{script} with {count} validation samples:\n{text}"
 
@@ -175,7 +167,7 @@ def test_fewer_validation_samples_than_processes_and_none(script, count, words):
 def test_an_evaluation_uses_rank_0s_buffers_and_restores_all_modes(script):
     """BatchNorm's averages are those of each rank's samples; a frozen layer stays frozen."""
     def change(module, rank, seen):
-        def evaluate(*arguments):
+        def evaluate(plain, *arguments):
             model = next(item for item in arguments if isinstance(item, nn.Module))
             model[2].eval()
             before = [layer.training for layer in model.modules()]
@@ -184,7 +176,7 @@ def test_an_evaluation_uses_rank_0s_buffers_and_restores_all_modes(script):
             seen.append(("evaluation", restored, model[1].running_mean.clone()))
             return results
 
-        plain, module.evaluate = module.evaluate, evaluate
+        wrap(module, "evaluate", evaluate)
 
     ranks = run_to_end(script, *flags_of(script), problem="noisy", change=change)
     for one, other in zip(*([event for event in rank.seen if event[0] == "evaluation"]
