@@ -1,10 +1,8 @@
-"""Markers, options, what may be skipped, and what a machine could not run."""
+"""Markers, options, and what may be skipped."""
 
 import os
 import random
 import re
-from collections import defaultdict
-from pathlib import Path
 
 import launchers  # noqa: F401  finds the GPUs before they are hidden
 import pytest
@@ -29,20 +27,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Declare the markers. A marker, or a word of -m, that is none of them is an error."""
+    """Declare the markers. A word of -m that is none of them is an error."""
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     unknown = set(re.findall(r"\w+", config.option.markexpr)) - {"and", "or", "not", *MARKERS}
     if unknown:
         raise pytest.UsageError(f"unknown markers {sorted(unknown)}: they are {sorted(MARKERS)}")
-
-
-def pytest_collection_modifyitems(items):
-    """A marker of a test is one of MARKERS, too."""
-    own = {"parametrize", "skipif", "usefixtures", *MARKERS}
-    unknown = {mark.name for item in items for mark in item.iter_markers()} - own
-    if unknown:
-        raise pytest.UsageError(f"tests have unknown markers: {sorted(unknown)}")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -52,17 +42,3 @@ def pytest_runtest_makereport():
     if os.environ.get("NO_SKIPS") and report.skipped and "GPU" not in str(report.longrepr):
         report.outcome = "failed"
         report.longrepr = f"may not be skipped here: {report.longrepr}"
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Print once for each reason which files have tests that this machine could not run."""
-    files = defaultdict(set)
-    for report in terminalreporter.getreports("skipped"):
-        reason = report.longrepr[2].removeprefix("Skipped: ")
-        files[reason].add(Path(report.nodeid.split("::")[0]).name)
-    if files:
-        terminalreporter.section("not run on this machine")
-    for reason, names in sorted(files.items()):
-        terminalreporter.write_line(f"{reason}\n    for tests of {', '.join(sorted(names))}")
-    if any("apt-get" in reason for reason in files):
-        terminalreporter.write_line("As root on Debian, .ci/run installs these and runs all tests.")

@@ -35,4 +35,4 @@ if [[ -z ${VENV:-} ]]; then
 fi
 export CI="${CI:-true}"  # pytest then does not cut off the reasons at the end of its output
 # bash 3.2 of macOS takes an empty array for an unset variable
-exec "$VENV/bin/python" -m pytest -rfE ${select[@]+"${select[@]}"} "$@"
+exec "$VENV/bin/python" -m pytest -rfEs --strict-markers ${select[@]+"${select[@]}"} "$@"
