@@ -84,7 +84,7 @@ def test_each_process_of_a_machine_has_a_gpu_of_its_own():
         torch.cuda.is_available = lambda: True
         torch.cuda.set_device = lambda device: sys.exit(str(device))
 
-    found = [rank.text for rank in run(CIFAR, *SCRIPTS[CIFAR].own, problem="own", change=change)]
+    found = [rank.text for rank in run(CIFAR, problem="own", change=change)]
     assert found == ["cuda:0\n", "cuda:1\n"], f"two processes use the GPUs {found}"
 
 
