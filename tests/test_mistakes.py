@@ -49,7 +49,8 @@ GIVEN = {
     "srun -n 4 mnist_dp": (["mnist_dp"], STEP, (0, False), "one process"),
     "torchrun mnist_dp": (["mnist_dp"], TORCHRUN | {"WORLD_SIZE": "2"}, (0, False), "one process"),
     "srun -n 1 python": (["cpu_ddp", CIFAR, "mnist_dp"], ONE_TASK, (0, False), ""),
-    "torchrun in a step": (["cpu_ddp", CIFAR, FASHION], STEP | TORCHRUN, (0, False), ""),
+    "torchrun": ([FASHION], TORCHRUN, (0, False), ""),
+    "torchrun in a step": (["cpu_ddp", CIFAR], STEP | TORCHRUN, (0, False), ""),
     # Their driver is too old
     "GPUs that are not usable": ([CIFAR, "mnist_dp"], {}, (2, False), "CUDA_VISIBLE_DEVICES="),
     "more processes than GPUs": ([CIFAR], TORCHRUN | {"LOCAL_RANK": "2"}, (2, True),
