@@ -250,34 +250,13 @@ def test_a_run_that_is_stopped_ends_with_an_error_and_leaves_nothing(script, lau
         f"{way} to {script} under {launcher}: does it stop after a step? {stopped}\n{result.text}")
 
 
-BROKEN_SET = """
-class Broken(torch.utils.data.Dataset):
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("broken on purpose")
-        return self.data[index]
-
-
-plain_data = load_data
-
-
-def load_data(args):
-    train_set, val_set = plain_data(args)
-    return Broken(train_set), val_set
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [CIFAR, "synthetic_ddp"])
 def test_an_exception_of_one_rank_ends_the_run_at_once_and_leaves_nothing(script, tmp_path):
     """Python would wait at its end for loader processes. --timeout is 600 seconds here."""
-    copy = make_copy(script, tmp_path / "train.py", (None, BROKEN_SET))
+    copy = make_copy(script, tmp_path / "train.py", (
+        'before "optimizer.zero_grad()"',
+        'if dist.get_rank() == 1:\n    raise RuntimeError("broken on purpose")'))
     with start(copy, *own_flags(script), launcher="torchrun", nproc=2) as job:
         result = job.result(timeout=150)
         wait_until_gone(job, f"an exception in {script}")

@@ -6,6 +6,7 @@ nothing starts over by itself.
 bash tests/run.sh -s -k killed_at_random --kills 200      # prints what it did
 """
 
+import contextlib
 import functools
 import os
 import random
@@ -107,26 +108,13 @@ def test_killed_in_the_first_write_and_started_again(whole, tmp_path):
     assert_same_files(path, whole("cpu_ddp"), "cpu_ddp is killed in the first write")
 
 
-@scripts_with_best
-def test_killed_in_an_evaluation_and_resumed_bit_for_bit(script, whole, tmp_path):
-    """That of epoch 2. With dropout, BatchNorm and random transforms."""
-    path, what = tmp_path / "run.pt", f"{script} is killed in an evaluation"
-    kill(script, *noisy(script, path), at=lambda module: kill_at(module, "evaluate", 2))
-    if script == CIFAR:
-        step = torch.load(path)["progress"]["step"]
-        assert step == 2 * STEPS, f"{what} of epoch 2, has saved step {step}: training is lost"
-    ranks = run_to_end(script, *noisy(script, path), problem="noisy")
-    assert "resumed after" in ranks[0].text, f"{what}, and starts over\n{ranks[0].text}"
-    assert_same_files(path, whole(script), what)
-    texts = (ranks[0].text, whole(script).with_suffix(".log").read_text())
-    found, expected = (re.findall(r"\bval_loss \S+", text)[-1:] for text in texts)
-    assert found == expected, f"{what}: the last result is {found}, not {expected}"
-
-
 @scripts
 def test_killed_in_a_step_and_resumed_with_other_flags_that_may_change(script, whole, stopped,
                                                                        tmp_path):
-    """Those of rank 0 alone need the file. A new flag, whose default is None, may be missing."""
+    """With dropout, BatchNorm and random transforms, bit for bit.
+
+    Rank 0 alone needs the file. A new flag, whose default is None, may be missing there.
+    """
     def change(module, rank, seen):
         wrap(module, "parse_args", lambda plain: Namespace(**vars(plain()), new=None))
         if rank == 1:
@@ -149,12 +137,12 @@ def test_killed_in_a_step_and_resumed_with_other_flags_that_may_change(script, w
 
 @scripts
 def test_its_own_data_and_model_resume_bit_for_bit(script, tmp_path):
-    flags = own_flags(script)
+    flags = (*own_flags(script), "--checkpoint")
     path, other = tmp_path / "run.pt", tmp_path / "whole.pt"
-    run_to_end(script, *flags, "--checkpoint", other, problem="own")
-    kill(script, *flags, "--checkpoint", path, problem="own",
-         at=lambda module: kill_in_step(STEPS + 2))
-    run_to_end(script, *flags, "--checkpoint", path, problem="own")
+    run_to_end(script, *flags, other, problem="own", nproc=1)
+    kill(script, *flags, path, problem="own", nproc=1, at=lambda module: kill_in_step(STEPS + 2))
+    (rank,) = run_to_end(script, *flags, path, problem="own", nproc=1)
+    assert "resumed after" in rank.text, f"{script} starts over\n{rank.text}"
     assert_same_files(path, other, f"{script} with its own data, killed in a step")
 
 
@@ -210,6 +198,20 @@ def test_a_finished_run_trains_no_more_and_keeps_no_checkpoint_in_memory(script,
 
 
 # ---- a run whose state is the step ----
+def test_killed_in_an_evaluation_and_resumed_bit_for_bit(whole, tmp_path):
+    """That of epoch 2. The other scripts train this epoch again, as if killed in its last step."""
+    path, what = tmp_path / "run.pt", f"{CIFAR} is killed in an evaluation"
+    kill(CIFAR, *noisy(CIFAR, path), at=lambda module: kill_at(module, "evaluate", 2))
+    step = torch.load(path)["progress"]["step"]
+    assert step == 2 * STEPS, f"{what} of epoch 2, has saved step {step}: training is lost"
+    ranks = run_to_end(CIFAR, *noisy(CIFAR, path), problem="noisy")
+    assert "resumed after" in ranks[0].text, f"{what}, and starts over\n{ranks[0].text}"
+    assert_same_files(path, whole(CIFAR), what)
+    texts = (ranks[0].text, whole(CIFAR).with_suffix(".log").read_text())
+    found, expected = (re.findall(r"\bval_loss \S+", text)[-1:] for text in texts)
+    assert found == expected, f"{what}: the last result is {found}, not {expected}"
+
+
 def test_a_signal_to_one_process_stops_all_after_the_same_step(whole, tmp_path):
     """They save, wait until rank 0 has saved (a moment longer here), and end with status 1.
 
@@ -447,13 +449,11 @@ WAYS = ["SIGKILL of all", "SIGKILL of one process", "SIGKILL of a loader process
 
 def disturb(job, way, chance):
     """Disturb a job in this way, at a random moment, unless it has ended."""
-    if way.endswith("while it starts"):
-        time.sleep(5 * chance.random())
-        job.kill()
-        return
-    try:
-        job.wait_for(r"^world size ")
-        time.sleep(3 * chance.random())
+    starting = way.endswith("while it starts")
+    with contextlib.suppress(AssertionError, OSError):  # it has ended
+        if not starting:
+            job.wait_for(r"^world size ")
+        time.sleep(chance.uniform(0, 5 if starting else 3))
         workers = job.workers()
         if way == "SIGKILL of one process":
             os.kill(chance.choice(workers), signal.SIGKILL)
@@ -467,8 +467,6 @@ def disturb(job, way, chance):
             os.killpg(job.launcher.pid, signal.SIGINT)
         else:
             job.kill()
-    except (AssertionError, OSError):  # it has ended
-        return
 
 
 @pytest.mark.slow
