@@ -51,10 +51,9 @@ def read(path):
     return b""
 
 
-def parent_of(pid):
-    """Return the parent of a process, 0 if it has ended."""
-    fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return int(fields[1]) if fields else 0
+def children_of(pid):
+    """Return the processes that a process has started, none if it has ended."""
+    return [int(child) for child in read(f"/proc/{pid}/task/{pid}/children").split()]
 
 
 class Result(NamedTuple):
@@ -87,20 +86,17 @@ class Job:
 
     def workers(self):
         """Return the training processes that the launcher has started: none under python."""
-        return [pid for pid in self.pids() if parent_of(pid) == self.launcher.pid
-                and re.search(rb"spawn_main|\.py\0", read(f"/proc/{pid}/cmdline"))]
+        return [pid for pid in children_of(self.launcher.pid)
+                if re.search(rb"spawn_main|\.py\0", read(f"/proc/{pid}/cmdline"))]
 
     def loaders(self):
         """Return the loader processes of all training processes."""
         training = self.workers() or [self.launcher.pid]
-        return [pid for pid in self.pids() if parent_of(pid) in training]
+        return [loader for pid in training for loader in children_of(pid)]
 
     def send(self, signum):
         """Send a signal to the launcher."""
         self.launcher.send_signal(signum)
-
-    def running(self):
-        return self.launcher.poll() is None
 
     def wait_for(self, pattern, timeout=START):
         """Wait until the regular expression is in the output."""
@@ -110,7 +106,7 @@ class Job:
             assert running, f"ended without {pattern!r}:\n{self.text}"
             assert time.monotonic() < end, f"no {pattern!r} within {timeout} s:\n{self.text}"
             time.sleep(0.02)
-            running = self.running()
+            running = self.launcher.poll() is None
 
     def kill(self):
         """Send SIGKILL to all processes of the job, also to those that they start meanwhile."""
