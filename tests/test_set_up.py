@@ -17,7 +17,7 @@ import zipfile
 import kubernetes_lab as lab
 import pytest
 from scripts import ROOT, SCRIPTS
-from slurm_lab import INSTALL, Machine, Network, booted, reason_to_skip, write_program
+from slurm_lab import INSTALL, Machine, Network, booted, write_program
 
 slow, slurm, images = pytest.mark.slow, pytest.mark.slurm, pytest.mark.images
 
@@ -265,8 +265,6 @@ class Copy(Machine):
 @pytest.fixture(scope="module")
 def machine():
     """The copy, as the head of a network without nodes."""
-    if reason := reason_to_skip():
-        pytest.skip(reason)
     with booted(lambda root: Network(root, 0, Copy)) as network:
         head = network.machines["head"]
         head.exec(PREPARE, timeout=60)
