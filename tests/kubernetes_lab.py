@@ -1,4 +1,4 @@
-"""Runs a Job or a Pod without a cluster: each pod is a container in a network namespace.
+"""Runs a Job without a cluster: each pod is a container in a network namespace.
 
 podman and ip take the part of Kubernetes. A failed pod of a Job is replaced after 1 s, 2 s, 3 s.
 
@@ -110,16 +110,13 @@ def starts_of(pods):
 
 
 class Pod:
-    """A container in a network namespace. start() makes a new one, as on another node.
+    """A container in a network namespace. start() makes a new one, as on another node."""
 
-    index: its number in a Job.
-    """
-
-    def __init__(self, cluster, name, spec, index=0):
+    def __init__(self, cluster, name, spec, index):
         self.cluster, self.name, self.spec, self.index = cluster, name, spec, index
-        self.failures = 0  # a Job then makes a new pod
+        self.failures = 0  # the Job then makes a new pod
         self.log = cluster.folder / f"{name}.log"
-        self.dns = f'{name}.{spec["subdomain"]}' if "subdomain" in spec else name
+        self.dns = f'{name}.{spec["subdomain"]}'
         os.chown(cluster.claim, 0, spec["securityContext"].get("fsGroup", 0))
         cluster.pods.append(self)
         self.start()
@@ -157,14 +154,6 @@ class Pod:
                 source = f"type=bind,source={self.cluster.claim}"
             options += ["--mount", f'{source},destination={mount["mountPath"]}']
         return [*PODMAN_RUN, *options, images()[container["image"]], *container.get("args", [])]
-
-    def runs(self):
-        return subprocess.run(["podman", "exec", self.container, "true"],
-                              capture_output=True).returncode == 0
-
-    def exec(self, *command, **options):
-        """Run a command in the container and return its output."""
-        return sh("podman", "exec", "--interactive", self.container, *command, **options)
 
     def kill_worker(self):
         """Kill a training process, a child of torchrun."""
@@ -246,12 +235,9 @@ class Cluster:
             pod.machine = None
 
     def apply(self, manifest):
-        """Start the pods of a Job (the last document, behind its Service), or a Pod. Return them.
-        """
-        documents = json.loads(sh("yq", "--slurp", ".", input=manifest))
-        name, spec = documents[-1]["metadata"]["name"], documents[-1]["spec"]
-        if documents[-1]["kind"] == "Pod":
-            return [Pod(self, name, spec)]
+        """Start the pods of a Job, which stands behind its Service. Return them."""
+        _, job = json.loads(sh("yq", "--slurp", ".", input=manifest))
+        name, spec = job["metadata"]["name"], job["spec"]
         return [Pod(self, f"{name}-{index}", spec["template"]["spec"], index)
                 for index in range(spec["completions"])]
 
