@@ -248,15 +248,22 @@ def tasks_of(lab, job):
     return "".join(path.read_text() for path in lab.folder.glob(f"show/bin/*-{job}-[0-9]*"))
 
 
+def assert_failed(lab, job, restarts=0):
+    """The job fails for good after so many restarts. Return what it has printed."""
+    lab.wait_for(job, "failed",
+                 lambda: lab.show(job, "JobState") == "FAILED" or lab.restarts(job) > restarts)
+    output = lab.output(job)
+    assert lab.restarts(job) == restarts, f"requeued without a new checkpoint:\n{output}"
+    return output
+
+
 def assert_given(lab, job, row):
-    lab.wait_for_state(job, "FAILED")  # as SHOW does
-    output = lab.output(job) + tasks_of(lab, job)
+    output = assert_failed(lab, job) + tasks_of(lab, job)  # SHOW fails, and saves nothing
     found = re.findall(f"^(?:{row.shown})", output, re.MULTILINE)
     assert len(found) == row.number, (
         f"sbatch {row.command}: {len(found)} lines for {row.number} show {row.shown!r}:\n{output}")
     assert "goes on" not in output, f"srun does not end all tasks when one has failed:\n{output}"
     assert "srun: warning" not in output, f"srun warns:\n{output}"
-    assert lab.restarts(job) == 0, f"a job that has saved nothing was requeued:\n{output}"
 
 
 @slurm
@@ -450,7 +457,8 @@ def job_script(lab):
     job = lab.sbatch(command, "c13", "cd copied &&", SLOW_STARTS=2, **LEFT)
     lab.wait_for(job, "importing", lambda: "importing" in lab.output(job))
     lab.sh(f"scancel --signal=TERM {job}")
-    assert_failed_for_good(lab, job, 0)
+    output = assert_failed(lab, job)
+    assert "it is not requeued" in output, f"it does not say why it ends:\n{output}"
 
 
 def controller_away(lab):
@@ -485,22 +493,12 @@ def array(lab):
 
 # They end for good.
 def bug(lab):
-    """Rank 1 hangs in an epoch whenever it is reached. An array's task seems to have submitted
-    the job.
-    """
+    """Rank 1 always hangs in the same epoch. An array's task seems to have submitted the job."""
     job = lab.sbatch(f"--nodes=2 {ONE_CORE} slurm/cifar10-srun.sbatch {LONG} --timeout 20",
                      SCRIPT="bug.py", SLURM_ARRAY_JOB_ID=98765, SLURM_ARRAY_TASK_ID=4)
     wait_for_restart(lab, job)
-    assert_failed_for_good(lab, job, 1)
-    assert " in bug\n" in lab.output(job), f"the log shows not where it hung:\n{lab.output(job)}"
-
-
-def assert_failed_for_good(lab, job, restarts):
-    lab.wait_for(job, "failed for good",
-                 lambda: lab.show(job, "JobState") == "FAILED" or lab.restarts(job) > restarts)
-    output = lab.output(job)
-    assert lab.restarts(job) == restarts, f"requeued without a new checkpoint:\n{output}"
-    assert "it is not requeued" in output, f"it does not say why:\n{output}"
+    output = assert_failed(lab, job, restarts=1)
+    assert " in bug\n" in output, f"the log shows not where it hung:\n{output}"
 
 
 def cancelled(lab):
@@ -529,8 +527,7 @@ def cancelled(lab):
 
 
 DISTURBED = {function.__name__: function for function in (
-    lost_node, time_limit, preempted, job_script, controller_away, array,
-    bug, cancelled)}
+    lost_node, time_limit, preempted, job_script, controller_away, array, bug, cancelled)}
 
 
 @pytest.fixture(scope="module")
