@@ -44,8 +44,8 @@ def lines_of(text):
     return [line for line in lines if line]
 
 
-def lacks(text, other):
-    """Return the lines of a manifest that the other one lacks. It may break lines elsewhere."""
+def only_in(text, other):
+    """Return the lines that only the first of two manifests has. The other may break them."""
     words = f" {' '.join(lines_of(other))} "
     return {line for line in lines_of(text) if f" {line} " not in words}
 
@@ -191,13 +191,13 @@ def test_what_is_exported_is_in_the_manifest(template, variables, texts):
 def test_job_yaml_is_the_template_without_an_image_and_a_volume_of_your_own():
     template = text_of("job", IMAGE_URI=lab.OFFICIAL_IMAGE, CPU_PER_NODE="2", MEMORY_PER_NODE="4Gi")
     manifest = text_of("job.yaml")
-    missing = lacks(template, manifest)
+    missing = only_in(template, manifest)
     assert missing == {
         "cd /fsx && exec torchrun", "/workspace/cpu_ddp/train.py --checkpoint=/fsx/cpu-ddp.pt",
         '- {name: OMP_NUM_THREADS, value: "01"}', 'cpu: "2"', "memory: 4Gi", 'nvidia.com/gpu: "0"',
         "fsGroupChangePolicy: OnRootMismatch", "- {name: fsx, mountPath: /fsx}", "- name: fsx",
         "persistentVolumeClaim: {claimName: fsx-claim}"}, f"job.yaml lacks {missing}"
-    missing = lacks(manifest, template)
+    missing = only_in(manifest, template)
     assert missing == {
         "/script/train.py --epochs=200 --checkpoint=/checkpoint/cpu-ddp.pt",
         '- {name: OMP_NUM_THREADS, value: "1"}', "requests: {cpu: 500m, memory: 2Gi}",
@@ -221,13 +221,13 @@ OPTIONS = {"--nnodes=$NUM_NODES --nproc-per-node=$WORKERS_PER_NODE --max-restart
 ])
 def test_the_pods_of_an_operator_are_those_of_the_job(template, expected):
     job, other = ((FOLDER / f"{name}.yaml-template").read_text() for name in ("job", template))
-    missing = lacks(job[job.index("automountServiceAccountToken"):], other)
+    missing = only_in(job[job.index("automountServiceAccountToken"):], other)
     assert missing == expected, f"of the pods of job.yaml-template, {template} lacks {missing}"
 
 
 def test_the_pod_that_sleeps_has_the_image_and_the_volume_of_the_job():
     job, files = ((FOLDER / f"{name}.yaml-template").read_text() for name in ("job", "files"))
-    own = lacks(files, job)
+    own = only_in(files, job)
     assert own == {
         "kind: Pod", "metadata: {name: files}", "terminationGracePeriodSeconds: 1",
         "- name: files", 'command: [sleep, "86400"]', 'limits: {cpu: "1", memory: 1Gi}',
@@ -245,7 +245,7 @@ securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 @pytest.mark.parametrize("manifest", ["job", "files", "etcd.yaml"])
 def test_restricted_clusters_accept_the_pods(manifest):
     """Whoever runs commands in a pod could use a token."""
-    missing = lacks(RESTRICTED, text_of(manifest))
+    missing = only_in(RESTRICTED, text_of(manifest))
     assert not missing, f"{manifest} lacks {missing}"
 
 
