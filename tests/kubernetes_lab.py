@@ -91,21 +91,20 @@ def images():
 
 # --- cluster ---
 class Start(NamedTuple):
-    """A start of cpu_ddp: processes, epochs that were done before, epochs that are done now."""
-    processes: int
+    """A start of cpu_ddp: epochs that were done before, epochs that are done now."""
     first: int
     done: int
 
 
 def starts_of(pods):
-    """Return the starts of the training by the logs of these pods: only rank 0 logs."""
+    """Return the starts of two processes by the logs of these pods: only rank 0 logs."""
     text = "".join(pod.log.read_text() for pod in pods)
-    first_line = r"^world size (\d+)\b.*? epochs(?:, resumed after (\d+))?.*$"
+    first_line = r"^world size 2\b.*? epochs(?:, resumed after (\d+))?.*$"
     parts = re.split(first_line, text, flags=re.MULTILINE)
     starts = []
-    for processes, first, log in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+    for first, log in zip(parts[1::2], parts[2::2], strict=True):
         done = re.findall(r"^epoch (\d+)/", log, re.M) or [0]
-        starts.append(Start(int(processes), int(first or 0), int(done[-1])))
+        starts.append(Start(int(first or 0), int(done[-1])))
     return starts
 
 
