@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("*/*.md")])
 
 
-# ---- links and lines ----
+# ---- links ----
 def anchors(path):
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
@@ -33,18 +33,6 @@ def test_links_to_files_and_headings_exist(path):
         if not target.exists() or anchor and anchor not in anchors(target):
             broken.append(link)
     assert not broken, f"{name_of(path)} has links to no file or heading: {broken}"
-
-
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_lines_of_pages_have_at_most_100_characters(path):
-    """But for tables, addresses, and output of programs in blocks of code."""
-    long = []
-    in_block = False
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        in_block ^= line.lstrip().startswith("```")
-        if len(line) > 100 and not (in_block or "://" in line or line.lstrip().startswith("|")):
-            long.append(number)
-    assert not long, f"{name_of(path)} has more than 100 characters in the lines {long}"
 
 
 # ---- commands and samples ----

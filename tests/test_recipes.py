@@ -177,7 +177,7 @@ def test_images_to_train_are_cropped_at_random_and_those_to_validate_to_their_ce
         f"the corners of an image to validate are {corners} of it, not {expected}")
     crops = [train_set[0][0] for _ in range(8)]
     assert {crop.shape for crop in crops} == {(3, 28, 28)}, f"--image-size 28: {crops[0].shape}"
-    assert len({crop.float().mean() for crop in crops}) > 1, "they are not cropped at random"
+    assert len({crop.float().mean().item() for crop in crops}) > 1, "they are not cropped at random"
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
@@ -320,29 +320,19 @@ def test_fashion_mnist_is_learned(tmp_path):
 
 
 # ---- what is printed ----
-class SlowSet(TensorDataset):
-    """Reading a sample takes seconds of a clock."""
-
-    def __init__(self, tensors, clock, seconds):
-        super().__init__(*tensors)
-        self.clock, self.seconds = clock, seconds
-
-    def __getitem__(self, index):
-        self.clock.append(self.seconds)
-        return super().__getitem__(index)
-
-
 def with_clock(module, rank, seen):
     """Let a step of 4 samples of a process take 4 seconds, an evaluation more than 1,000.
 
     Rank 0 waits for its samples for a quarter of this time, rank 1 for three quarters.
     """
+    class SlowSet(TensorDataset):
+        def __getitem__(self, index):
+            clock.append(wait / 4 if len(self) == TRAIN else 1)
+            return super().__getitem__(index)
+
     def load_slow_data(args):
-        sets = load_data(args)
-        if isinstance(sets[0], TensorDataset):
-            seconds = (wait / 4, 1)
-            sets = [SlowSet(data.tensors, clock, time) for data, time in zip(sets, seconds)]
-        return sets
+        return [SlowSet(*data.tensors) if isinstance(data, TensorDataset) else data
+                for data in load_data(args)]
 
     def compute(args, model, *batch):
         clock.append((4 - wait) * len(batch[0]) / 4 if model.training else 1000)
