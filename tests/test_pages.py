@@ -36,19 +36,20 @@ def test_links_to_files_and_headings_exist(path):
 
 
 # ---- commands and samples ----
-def commands(path):
-    """Return the commands in the blocks of a page: one a line, without comments."""
-    text = "".join(code_blocks(path, "bash")).replace("\\\n", " ")
+def commands(blocks):
+    """Return the commands in these blocks of code: one a line, without comments."""
+    text = "".join(blocks).replace("\\\n", " ")
     return [line for line in re.sub(r"(^|\s)#.*", "", text).splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_are_valid(path):
     """Shell syntax, flags of torchrun and of the scripts, files."""
-    for block in code_blocks(path, "bash"):
+    blocks = code_blocks(path, "bash")
+    for block in blocks:
         process = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
         assert process.returncode == 0, f"{path}: no shell syntax:\n{block}{process.stderr}"
-    for command in commands(path):
+    for command in commands(blocks):
         for file in re.findall(r"(?<![\w/.:=])(?:slurm|tests|containers|\w+_dp|\w+_ddp)/[\w./-]+\w",
                                command):
             assert (ROOT / file).exists(), f"{path}: no file {file}, in\n{command}"
@@ -79,17 +80,16 @@ def test_a_command_prints_what_its_page_shows(script):
     Of cifar10_ddp, whose epochs take long, the first epoch.
     """
     page = ROOT / script / "README.md"
-    shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", page.read_text(),
+    content = page.read_text()
+    shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", content,
                       re.MULTILINE | re.DOTALL)[1]
     epochs = re.findall(r"^(epoch \d+/\d+  )(?!step)(.*)", shown, re.MULTILINE)
     epochs = epochs[:1] if script in STEP_SCRIPTS else epochs
-    processes = re.match(r"world size (\d)|", shown)[1] or "1"
-    (command,) = [command for command in commands(page) if f"{script}/train.py" in command and
-                  "sbatch" not in command and "--checkpoint" not in command and
-                  "--device-ids" not in command and
-                  re.search(r"(?:nproc|node)[= ](\d)|$", command)[1] in (processes, None)]
-    if script == "mnist_dp":
-        command += " --fake-data --epochs 2"
+    place, command = re.search(r"\bThe (first|second|last) command\b|^`(python .*?)`", content,
+                               re.MULTILINE).groups()
+    if place:  # in the page's first block
+        number = {"first": 0, "second": 1, "last": -1}[place]
+        command = commands(code_blocks(page, "bash")[:1])[number]
     env = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     with Job(["bash", "-c", command], env, ROOT) as job:
         job.wait_for(f"^{epochs[-1][0]}(?!step).*\n")

@@ -1,4 +1,4 @@
-"""Recipes and log: data files, images, rates, weight decay, bfloat16; what is printed is true."""
+"""Recipes and log: data sets, images, rates, weight decay, bfloat16; what is printed is true."""
 
 import gzip
 import math
@@ -161,8 +161,7 @@ def test_other_classes_to_train_than_to_validate_are_an_error(cifar10, tmp_path)
         pytest.fail("a class that is only in train is not refused")
 
 
-def test_images_to_train_are_cropped_at_random_and_those_to_validate_to_their_center(cifar10,
-                                                                                     tmp_path):
+def test_crops_are_random_to_train_and_central_to_validate(cifar10, tmp_path):
     """The first channel of an image grows to the right, the second one downwards, equally fast."""
     rows, columns = torch.meshgrid(torch.arange(60), torch.arange(120), indexing="ij")
     for part in ("train", "val"):
@@ -284,7 +283,7 @@ def test_the_training_set_trains_and_the_test_set_validates(script, name):
 @pytest.mark.parametrize("script, name", DATA_SETS.items())
 def test_a_download_has_a_timeout(script, name):
     """A server may not answer."""
-    def data_set(folder, **flags):
+    def data_set(folder, download):
         timeouts.append(socket.getdefaulttimeout())
         raise ConnectionRefusedError
 
@@ -294,6 +293,7 @@ def test_a_download_has_a_timeout(script, name):
     try:
         with pytest.raises(ConnectionRefusedError):
             getattr(module, "prepare_data", module.train)(module.parse_args([]))
+            pytest.fail(f"{script} does not download {name}")
     finally:
         socket.setdefaulttimeout(None)
     assert timeouts == [60], f"{script}: a server that does not answer: {timeouts} seconds"
