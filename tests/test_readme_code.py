@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from copies import make_copy
 from harness import flags_of, give_problem, kill_at, own_flags, run, run_to_end, text_of, unequal
 from image_folder import write_images
