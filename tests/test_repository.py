@@ -44,6 +44,14 @@ def test_each_script_is_declared_and_has_what_belongs_to_it():
     assert not missing, f"a script is missing: {'; '.join(missing)}"
 
 
+def test_the_top_level():
+    names = {path.relative_to(ROOT).parts[0] for path in tracked()}
+    names = {name for name in names if not name.startswith(".")}
+    expected = {*SCRIPTS, "slurm", "containers", "tests", "README.md"}
+    assert names == expected, (
+        f"at the top are {sorted(names - expected)} too many, {sorted(expected - names)} missing")
+
+
 # ---- shared functions ----
 def test_functions_of_the_same_name_are_equal():
     """But for those that a copy edits: EDITED and EDITED_IN in tests/copy_functions.py."""
