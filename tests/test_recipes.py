@@ -1,10 +1,12 @@
-"""Recipes and log: data sets, images, rates, weight decay, bfloat16; what is printed is true."""
+"""Recipes and log: data files, images, rates, weight decay, bfloat16; what is printed is true."""
 
 import gzip
 import math
+import pickle
 import re
 import shutil
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from scripts import BEST_SCRIPTS, SCRIPTS, load_script, script_path
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
-from torchvision import models
+from torchvision import datasets, models
 from torchvision.transforms.v2.functional import to_pil_image
 
 TEXTS = {script: script_path(script).read_text() for script in SCRIPTS}
@@ -257,46 +259,69 @@ def test_pretrained_weights_are_all_but_those_of_the_last_layer(cifar10, tmp_pat
     assert named == set(last_layer), f"new weights are {last_layer}, and the log names {named}"
 
 
-# ---- data sets ----
+# ---- data files ----
+def write_mnist(folder, parts):
+    """Write files as MNIST and FashionMNIST have them."""
+    for name, images, labels in zip(("train", "t10k"), *parts):
+        for kind, tensor in (("images-idx3", images[:, 0]), ("labels-idx1", labels)):
+            header = struct.pack(f">{1 + tensor.dim()}I", 0x800 + tensor.dim(), *tensor.shape)
+            (folder / f"{name}-{kind}-ubyte").write_bytes(header + tensor.numpy().tobytes())
+
+
+def write_cifar10(folder, parts):
+    """Write files as CIFAR-10 has them: five to train, one to test."""
+    files = {"batches.meta": {"label_names": list("abcdefghij")}}
+    for names, images, labels in zip((datasets.CIFAR10.train_list, datasets.CIFAR10.test_list),
+                                     *parts):
+        for (name, _), *batch in zip(names, images.chunk(len(names)), labels.chunk(len(names))):
+            files[name] = {"data": batch[0].flatten(1).numpy(), "labels": batch[1].tolist()}
+    for name, content in files.items():
+        (folder / name).write_bytes(pickle.dumps(content))
+
+
 @pytest.mark.parametrize("script, name", DATA_SETS.items())
-def test_the_training_set_trains_and_the_test_set_validates(script, name):
-    class DataSet:
-        """Stands in for the data set of torchvision: CIFAR10 has arrays and lists."""
-
-        def __init__(self, folder, train):
-            part = slice(48) if train else slice(48, 60)
-            self.data, self.targets, self.classes = images[part], labels[part], []
-            if name == "CIFAR10":
-                self.data, self.targets = self.data.numpy(), self.targets.tolist()
-
-    shape = (60, 32, 32, 3) if name == "CIFAR10" else (60, 28, 28)
-    images, labels = torch.randint(256, shape, dtype=torch.uint8), torch.arange(60) % 7
-    expected = images.permute(0, 3, 1, 2) if name == "CIFAR10" else images.unsqueeze(1)
+def test_the_training_set_trains_and_the_test_set_validates(script, name, tmp_path, monkeypatch):
+    images = torch.randint(256, (60, 3 if name == "CIFAR10" else 1, 28, 28), dtype=torch.uint8)
+    if name == "CIFAR10":
+        images = torch.nn.functional.pad(images, (2, 2, 2, 2))
+        monkeypatch.setattr(datasets.cifar, "check_integrity", lambda *_: True)
+    labels = (torch.arange(60) % 7).to(torch.uint8)
+    parts = images.split((48, 12)), labels.split((48, 12))
+    folder = tmp_path / ("cifar-10-batches-py" if name == "CIFAR10" else f"{name}/raw")
+    folder.mkdir(parents=True)
+    (write_cifar10 if name == "CIFAR10" else write_mnist)(folder, parts)
     module = load_script(script)
-    setattr(module, name, DataSet)
-    for data, part in zip(module.load_data(module.parse_args([])), (slice(48), slice(48, 60))):
+    sets = module.load_data(module.parse_args(["--data-dir", str(tmp_path)]))
+    for number, data in enumerate(sets):
         found = data.tensors if isinstance(data, TensorDataset) else data
-        assert torch.equal(found[0], expected[part]), f"{script}: not the images {part}"
-        assert torch.equal(found[1], labels[part]), f"{script}: not the labels {part}"
+        assert torch.equal(found[0], parts[0][number]), f"{script}: set {number} has other images"
+        assert torch.equal(found[1], parts[1][number].long()), (
+            f"{script}: set {number} has the labels {found[1].tolist()}")
 
 
 @pytest.mark.parametrize("script, name", DATA_SETS.items())
-def test_a_download_has_a_timeout(script, name):
-    """A server may not answer."""
-    def data_set(folder, download):
+def test_a_download_has_a_timeout(script, name, tmp_path, monkeypatch):
+    """No server is at this address."""
+    def connect(*arguments, **options):
         timeouts.append(socket.getdefaulttimeout())
         raise ConnectionRefusedError
 
     module, timeouts = load_script(script), []
-    setattr(module, name, data_set)
+    for attribute in ("url", "mirrors"):
+        address = "http://127.0.0.1:9/"
+        value = [address] if attribute == "mirrors" else address
+        monkeypatch.setattr(getattr(datasets, name), attribute, value, raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(socket, "create_connection", connect)
     socket.setdefaulttimeout(None)
     try:
-        with pytest.raises(ConnectionRefusedError):
-            getattr(module, "prepare_data", module.train)(module.parse_args([]))
+        with pytest.raises(Exception, match=r"opening|urlopen|refused"):
+            getattr(module, "prepare_data", module.train)(
+                module.parse_args(["--data-dir", str(tmp_path)]))
             pytest.fail(f"{script} does not download {name}")
     finally:
         socket.setdefaulttimeout(None)
-    assert timeouts == [60], f"{script}: a server that does not answer: {timeouts} seconds"
+    assert set(timeouts) == {60}, f"{script}: a server that does not answer: {timeouts} seconds"
 
 
 @pytest.mark.slow
