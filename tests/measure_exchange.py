@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from scripts import load_script
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torchvision import models
 
@@ -33,12 +32,10 @@ def parse_args(flags=None):
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--bf16", action="store_true", help="use bfloat16 (slow on many CPUs)")
     parser.add_argument("--steps", type=int, default=20, help="to measure, after 5 to warm up")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a process")
-    parser.set_defaults(checkpoint=None)  # for form_group
+    parser.set_defaults(checkpoint=None, timeout=600)  # for form_group
     return parser.parse_args(flags)
 
 
-@record
 def main():
     args, device, _ = script.form_group(parse_args())
     world_size = dist.get_world_size()

@@ -15,6 +15,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 INSTALL = Path(__file__).resolve().parent.parent / "slurm" / "install-slurm.sh"
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 # What takes the place of ssh and scp, as there is no server, of apt-get, and of sleep.
@@ -266,7 +268,9 @@ class Lab(Network):
 
 @contextlib.contextmanager
 def booted(lab):
-    """Boot lab(folder), a Network. Afterwards nothing of it remains."""
+    """Boot lab(folder), a Network, or skip the test. Afterwards nothing of it remains."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
     folder = tempfile.TemporaryDirectory(prefix="slurm_lab.", ignore_cleanup_errors=True)
     with folder as root:
         os.chmod(root, 0o755)

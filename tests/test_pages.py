@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("*/*.md")])
 
 
-# ---- links and lines ----
+# ---- links ----
 def anchors(path):
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
@@ -35,32 +35,21 @@ def test_links_to_files_and_headings_exist(path):
     assert not broken, f"{name_of(path)} has links to no file or heading: {broken}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_lines_of_pages_have_at_most_100_characters(path):
-    """But for tables, addresses, and output of programs in blocks of code."""
-    long = []
-    in_block = False
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        in_block ^= line.lstrip().startswith("```")
-        if len(line) > 100 and not (in_block or "://" in line or line.lstrip().startswith("|")):
-            long.append(number)
-    assert not long, f"{name_of(path)} has more than 100 characters in the lines {long}"
-
-
 # ---- commands and samples ----
-def commands(path):
-    """Return the commands in the blocks of a page: one a line, without comments."""
-    text = "".join(code_blocks(path, "bash")).replace("\\\n", " ")
+def commands(blocks):
+    """Return the commands in these blocks of code: one a line, without comments."""
+    text = "".join(blocks).replace("\\\n", " ")
     return [line for line in re.sub(r"(^|\s)#.*", "", text).splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_are_valid(path):
     """Shell syntax, flags of torchrun and of the scripts, files."""
-    for block in code_blocks(path, "bash"):
+    blocks = code_blocks(path, "bash")
+    for block in blocks:
         process = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
         assert process.returncode == 0, f"{path}: no shell syntax:\n{block}{process.stderr}"
-    for command in commands(path):
+    for command in commands(blocks):
         for file in re.findall(r"(?<![\w/.:=])(?:slurm|tests|containers|\w+_dp|\w+_ddp)/[\w./-]+\w",
                                command):
             assert (ROOT / file).exists(), f"{path}: no file {file}, in\n{command}"
@@ -91,17 +80,16 @@ def test_a_command_prints_what_its_page_shows(script):
     Of cifar10_ddp, whose epochs take long, the first epoch.
     """
     page = ROOT / script / "README.md"
-    shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", page.read_text(),
+    content = page.read_text()
+    shown = re.search(r"^```\n((?:world size|GPUs) .*?)^```$", content,
                       re.MULTILINE | re.DOTALL)[1]
     epochs = re.findall(r"^(epoch \d+/\d+  )(?!step)(.*)", shown, re.MULTILINE)
     epochs = epochs[:1] if script in STEP_SCRIPTS else epochs
-    processes = re.match(r"world size (\d)|", shown)[1] or "1"
-    (command,) = [command for command in commands(page) if f"{script}/train.py" in command and
-                  "sbatch" not in command and "--checkpoint" not in command and
-                  "--device-ids" not in command and
-                  re.search(r"(?:nproc|node)[= ](\d)|$", command)[1] in (processes, None)]
-    if script == "mnist_dp":
-        command += " --fake-data --epochs 2"
+    place, command = re.search(r"\bThe (first|second|last) command\b|^`(python .*?)`", content,
+                               re.MULTILINE).groups()
+    if place:  # in the page's first block
+        number = {"first": 0, "second": 1, "last": -1}[place]
+        command = commands(code_blocks(page, "bash")[:1])[number]
     env = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     with Job(["bash", "-c", command], env, ROOT) as job:
         job.wait_for(f"^{epochs[-1][0]}(?!step).*\n")

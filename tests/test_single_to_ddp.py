@@ -1,22 +1,25 @@
 """The diffs on cpu_ddp's page: on any number of processes, the loop has the weights of one."""
 
-import contextlib
-import os
+import functools
 import re
 import subprocess
-from typing import NamedTuple
+from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # as the first optimizer does: once, before processes are forked
-import torch.multiprocessing as mp
-from launchers import GPUS, clean_environment, free_port, run
+from harness import run_to_end
+from launchers import GPUS, run
 from scripts import ROOT, code_blocks
 
 PATH = ROOT / "cpu_ddp/README.md"
 PAGE = PATH.read_text()
 LISTING, LOADER = code_blocks(PATH, "diff")
 (PRINTED,) = re.findall(r"^```\n((?:epoch \d  loss .*\n)+)```$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def side(diff, sign):
@@ -37,92 +40,80 @@ def with_loader(sign):
         optimizer.zero_grad()
         F.mse_loss({model}(inputs), targets).backward()
         optimizer.step()
+        print("step of epoch", epoch, inputs.sum().item())
 """
     return imports + begin + "data = TensorDataset(x, y)\n" + side(LOADER, sign) + step + end
 
 
-class Trained(NamedTuple):
-    weights: dict
-    losses: list  # the lines that were printed
-
-    def difference(self, other):
-        return max((self.weights[name] - other.weights[name]).abs().max().item()
-                   for name in other.weights)
+def train(code, nproc=1):
+    """Run the code in forked processes. Return its weights, and what all of them print."""
+    Path("loop.py").write_text(f"def main():\n    exec({code!r}, {{}})\n")
+    ranks = run_to_end("loop.py", nproc=nproc, problem="own")
+    return torch.load("model.pt"), "".join(rank.text for rank in ranks)
 
 
-def train(code, folder, nproc=1):
-    """Run the code in a new folder, in forked processes with torchrun's variables."""
-    port = str(free_port())
-
-    def loop(rank):
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(clean_environment(), RANK=str(rank), WORLD_SIZE=str(nproc),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        torch.set_num_threads(1)  # OpenMP's threads are not forked
-        with open("log", "a") as log, contextlib.redirect_stdout(log):
-            exec(code, {})
-
-    folder.mkdir()
-    mp.start_processes(loop, nprocs=nproc, start_method="fork")
-    return Trained(torch.load(folder / "model.pt"), (folder / "log").read_text().splitlines())
+@functools.cache
+def single():
+    return train(side(LISTING, "-"))
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train(side(LISTING, "-"), tmp_path_factory.mktemp("page") / "single")
+def difference(weights, others):
+    return max((weights[name] - others[name]).abs().max().item() for name in others)
 
 
-def test_the_page_shows_what_the_loop_prints(single):
-    assert single.losses == PRINTED.splitlines(), "the page's output is not that of the loop"
+def losses(text):
+    return "".join(re.findall(r"^epoch .*\n", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
-def test_several_processes_train_as_one(tmp_path, single, nproc):
-    several = train(side(LISTING, "+"), tmp_path / "ddp", nproc)
-    difference = several.difference(single)
-    assert difference < 1e-6, f"on {nproc} processes, weights differ by {difference}"
-    assert several.losses == single.losses, f"on {nproc} processes, other losses are printed"
+def test_the_page_shows_what_the_loop_prints():
+    assert losses(single()[1]) == PRINTED, "the page's output is not that of the loop"
 
 
-def test_with_a_dataloader_two_processes_train_as_one(tmp_path):
-    one, two = (train(with_loader("+"), tmp_path / str(nproc), nproc) for nproc in (1, 2))
-    difference = two.difference(one)
-    assert difference < 1e-6, f"on two processes, weights differ by {difference}"
-    train(with_loader("-"), tmp_path / "before")
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_several_processes_train_as_one(nproc):
+    weights, text = train(side(LISTING, "+"), nproc)
+    error = difference(weights, single()[0])
+    assert error < 1e-6, f"on {nproc} processes, weights differ by {error}"
+    assert losses(text) == PRINTED, f"on {nproc} processes, other losses are printed"
 
 
-def test_with_a_dataloader_each_epoch_has_another_order(tmp_path):
-    step = "optimizer.step()\n"
-    code = with_loader("+").replace(step, f"{step}        print(epoch, inputs.sum().item())\n")
-    sums = [line.split() for line in train(code, tmp_path / "orders").losses]
-    epochs = {str([value for epoch, value in sums if epoch == str(number)]) for number in range(5)}
-    assert len(epochs) == 5, f"with the page's DataLoader, 5 epochs have {len(epochs)} orders"
+def test_with_a_dataloader_two_and_four_processes_train_alike():
+    train(with_loader("-"))  # the loop of one process has another order
+    (two, _), (four, _) = (train(with_loader("+"), nproc) for nproc in (2, 4))
+    error = difference(four, two)
+    assert error < 1e-6, f"on two and on four processes, weights differ by {error}"
 
 
-def test_without_ddp_each_process_trains_a_model_of_its_own(tmp_path):
+def test_with_a_dataloader_each_epoch_has_another_order():
+    _, text = train(with_loader("+"), 2)
+    steps = re.findall(r"^step of epoch (\d) (.*)", text, re.MULTILINE)
+    orders = {str([total for epoch, total in steps if epoch == number]) for number in "01234"}
+    assert len(orders) == 5, f"with the page's DataLoader, 5 epochs have {len(orders)} orders"
+
+
+def test_without_ddp_each_process_trains_a_model_of_its_own():
     """The page's example of a line to delete. Nothing but the numbers shows that it is missing."""
     first, last = re.search(r"Delete a line.*?falls from\s+(\S+)\s+to\s+(\S+), but", PAGE,
                             re.DOTALL).groups()
     code = re.sub(r"^ddp_model = .*\n", "", side(LISTING, "+"), flags=re.MULTILINE)
-    trained = train(code.replace("ddp_model(", "model("), tmp_path / "ddp", 2)
-    losses = [line.split()[-1] for line in (trained.losses[0], trained.losses[-1])]
-    assert losses == [first, last], f"without DDP, losses are {losses}, not the page's"
+    _, text = train(code.replace("ddp_model(", "model("), 2)
+    found = [line.split()[-1] for line in losses(text).splitlines()]
+    assert [found[0], found[-1]] == [first, last], f"without DDP, losses are {found}"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPUS, reason="requires a GPU")
-def test_gpus_train_as_one_process(tmp_path, single):
+def test_gpus_train_as_one_process(tmp_path):
     """By torchrun."""
     def on_cpu(storage, device):
         devices.add(device)
         return storage
 
-    (tmp_path / "loop.py").write_text(side(LISTING, "+"))
+    Path("loop.py").write_text(side(LISTING, "+"))
     status, text = run(tmp_path / "loop.py", cwd=tmp_path, launcher="torchrun", nproc=len(GPUS),
                        env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)})
     assert status == 0, f"loop.py fails on {len(GPUS)} GPUs:\n{text}"
     devices = set()
-    difference = Trained(torch.load(tmp_path / "model.pt", on_cpu), []).difference(single)
+    error = difference(torch.load("model.pt", on_cpu), single()[0])
     assert devices == {"cuda:0"}, f"rank 0 trains on {devices}"
-    assert difference < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {difference}"
+    assert error < 1e-4, f"on {len(GPUS)} GPUs, weights differ by {error}"
