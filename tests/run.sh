@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT-0
-# Run the quick tests, which have no marker: about four minutes on two cores. Every script trains
+# Run the quick tests, which have no marker: about three minutes on two cores. Every script trains
 # for one epoch on the CPU and learns; on one, two and three processes, runs are equal; killed at
 # any place, they resume exactly; mistakes and other runs' checkpoints are refused.
 #
