@@ -56,6 +56,9 @@ def test_rank_0_alone_prints(script):
     printed = [len(re.findall("^(?:world size|epoch) ", rank.text, re.M)) for rank in found]
     assert printed[0] > EPOCHS and printed[1:] == [0, 0], (
         f"{script}: rank 0 alone must print. The ranks print {printed} lines\n{text_of(found)}")
+    logged = [sum(event[0] == "log" for event in rank.seen) for rank in found]
+    assert logged == [EPOCHS * (script in BEST_SCRIPTS), 0, 0], (
+        f"{script}: the ranks call log_results() {logged} times")
 
 
 @numbers_of_processes
@@ -97,6 +100,9 @@ def test_a_gpu_that_adds_up_gradients_computes_the_parts_of_several_gpus():
     assert on_1 == on_2, f"cifar10_ddp: parts on one process\n{on_1}\nand on two\n{on_2}"
     sizes = {len(numbers) for _, numbers, _ in sum(on_1, [])}
     assert sizes == {3, 4}, f"cifar10_ddp --batch-size 4: parts have {sizes} images"
+    ranks = run_to_end("cifar10_ddp", *flags_of("cifar10_ddp"), "--batch-size", 1)
+    sizes = {len(batch[1]) for rank in ranks for batch in sum(batches_of_steps(rank), [])}
+    assert sizes == {1}, f"cifar10_ddp --batch-size 1: parts have {sizes} images"
 
 
 @numbers_of_processes
@@ -113,19 +119,22 @@ def test_weights_and_results_are_those_of_a_plain_loop(script, nproc):
     model = problem.build_model(args)
     nn.utils.vector_to_parameters(ranks[0].seen[0][1].clone(), model.parameters())
     optimizer, schedule = problem.build_optimizer(args, model, EPOCHS * STEPS)
-    expected, losses = [], []
+    expected, losses, right = [], [], []
     for number, step in enumerate(samples_of_steps(script, nproc), start=1):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x[step, 1:]), y[step])
+        logits = model(x[step, 1:])
+        loss = F.cross_entropy(logits, y[step])
         loss.backward()
         optimizer.step()
         if script in BEST_SCRIPTS:  # the others have no schedule
             schedule.step()
         losses.append(loss.item())
+        right.append((logits.argmax(1) == y[step]).double().mean().item())
         expected.append(weights_of(model))
         if number % STEPS == 0:
             results = {"loss": sum(losses[-STEPS:]) / STEPS}
             if script in BEST_SCRIPTS:
+                results["accuracy"] = sum(right[-STEPS:]) / STEPS
                 logits = model(val_x[:, 1:])
                 results["val_loss"] = F.cross_entropy(logits, val_y).item()
                 results["val_accuracy"] = (logits.argmax(1) == val_y).double().mean().item()
@@ -134,11 +143,21 @@ def test_weights_and_results_are_those_of_a_plain_loop(script, nproc):
             assert found == pytest.approx(results, abs=1e-4), (
                 f"{script} on {nproc} processes prints {line!r}: it must be {results}")
     for number, rank in enumerate(ranks):
-        found = [weights for kind, weights, *_ in rank.seen if kind == "step"]
+        found = [event[1] for event in rank.seen if event[0] == "step"]
         errors = [(one - other).abs().max().item() for one, other in zip(found, expected)]
         assert max(errors) < 1e-5, (
             f"{script}, rank {number} of {nproc}: after its steps, weights differ from those of "
             f"a plain loop by up to {errors}")
+
+
+@scripts_with_best
+def test_sums_keep_no_batch_in_memory(script):
+    """They would, by the graph of a loss, until the end of the epoch."""
+    module = load_script(script)
+    sums = module.Sums(module.parse_args([]))
+    sums.add(2 * torch.ones((), requires_grad=True), torch.ones(()), 3)
+    module.restart_alarm(0)
+    assert not sums.loss.requires_grad, f"{script}: the sum of losses keeps each batch's graph"
 
 
 # ---- validation ----
@@ -151,6 +170,8 @@ def test_an_evaluation_has_each_validation_sample_once(script, nproc):
     found = [sorted(number for evaluation in of_ranks for _, numbers, _ in evaluation
                     for number in numbers) for of_ranks in zip(*ranks)]
     assert found == expected, f"{script} on {nproc} processes evaluates the samples {found}"
+    largest = max(len(numbers) for of_ranks in ranks for _, numbers, _ in sum(of_ranks, []))
+    assert largest <= flags_of(script)[1], f"{script} evaluates {largest} samples at once"
 
 
 @pytest.mark.parametrize("count, words", [(1, "val_loss"), (0, "no validation samples")])
@@ -215,9 +236,10 @@ def test_its_own_data_and_model_train_the_same_on_one_and_two_processes(script, 
     for nproc, path in enumerate((one, two), start=1):
         run_to_end(script, *flags, "--checkpoint", path, nproc=nproc, problem="own", change=change)
     one, two = (torch.load(path)["model"] for path in (one, two))
-    errors = {name: ((one[name] - two[name]).norm() / one[name].norm()).item() for name in one}
-    assert max(errors.values()) < 1e-3, (
-        f"{script}: on one and on two processes, weights differ by {errors}")
+    errors = {name: (one[name] - two[name]).norm().item() for name in one}
+    different = [name for name in one if not errors[name] <= 1e-3 * one[name].norm()]
+    assert not different, (
+        f"{script}: on one and on two processes, {different} differ: by {errors}")
 
 
 @scripts

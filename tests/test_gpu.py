@@ -34,8 +34,8 @@ def run_on_gpus(script, *flags, gpus=GPUS, **how):
 def learn(script, *more, nproc=1, **how):
     """Train for an epoch, and return what is printed.
 
-    With 4 GPUs, a process has a quarter of the batch of the table, or 4 samples: BatchNorm learns
-    little from fewer.
+    With 4 GPUs, a process would have a quarter of the table's batch, of which BatchNorm learns
+    little: it gets half.
     """
     details = SCRIPTS[script]
     flags = list(details.learn)

@@ -1,8 +1,9 @@
 """A job gets what it requests, and comes back when it is stopped: the sbatch files on a real Slurm.
 
 There are three kinds of jobs. In most, a program that takes the place of torchrun and python shows
-what it was given. Some train. Others are disturbed, all side by side, and their final weights are
-compared bit for bit with those of the same training outside Slurm. (The cluster: slurm_lab.py)
+what it was given. Some train. Others are disturbed, all side by side. The final weights of those
+that come back are compared bit for bit with those of the same training outside Slurm. (The cluster:
+slurm_lab.py)
 """
 
 import os
@@ -636,6 +637,8 @@ def test_torchrun_waits_for_a_save_and_ends_before_the_time_limit(file):
     notice = re.search(r"^#SBATCH --signal=TERM@(\d+)", text, re.MULTILINE)
     assert bool(notice) == ("requeue" in text.splitlines()[-1]), (
         f"{file.name}: --signal is for jobs that come back, and they need it")
+    assert bool(notice) == ("\n#SBATCH --open-mode=append " in text), (
+        f"{file.name}: a requeued job must not empty its log")
     wait = int(re.search(r"SHUTDOWN_TIMEOUT=(\d+)", JOB)[1])
     assert not notice or wait + 5 <= int(notice[1]) <= wait + 60, (
         f"{file.name} says {notice[0]}, and torchrun waits for {wait} s of them")
@@ -648,15 +651,18 @@ def test_torchrun_is_launched_in_the_same_way_by_all_files():
     assert len(launches) == 1, "torchrun is launched in different ways:\n" + "\n".join(launches)
 
 
-def test_job_scripts_of_docstrings_requeue_in_the_same_way():
+def test_job_scripts_of_docstrings_are_equal_but_for_the_seconds_to_save():
     """Above, one of them is preempted and stopped."""
     found = set()
     for script in BEST_SCRIPTS:
-        _, begin, text = job_script_of(script).partition("\nfile=")
-        head, condition, end = text.partition("\nif ")
-        assert begin and condition, f"the job script of {script} has no file, or no condition"
-        found.add("\n".join([*head.splitlines()[:3], end]))
-    assert len(found) == 1, "job scripts requeue in different ways:\n" + "\n".join(found)
+        text = job_script_of(script)
+        (notice,) = re.findall(r"--signal=TERM@(\d+)", text)
+        wait = re.findall(r"SHUTDOWN_TIMEOUT=(\d+)", text) or ["30"]
+        assert int(wait[0]) + 5 <= int(notice), f"{script}: TERM@{notice}, torchrun waits {wait[0]}"
+        text = re.sub(r"^# Slurm (?:.*\n# )*?job\. |^export .*\n", "", text, flags=re.M)
+        text = re.sub(r"TERM@\d+|--mem=\w+", "", text)
+        found.add(re.sub(r"train\.py (?:.|\n)*?--checkpoint", "train.py --checkpoint", text))
+    assert len(found) == 1, "job scripts differ:\n" + "\n".join(found)
 
 
 def test_a_terminal_finds_the_environment_as_a_job_does():

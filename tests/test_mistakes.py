@@ -43,7 +43,7 @@ ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1"}
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29401"}
 # Scripts (form_group() of CIFAR is that of two others), variables of a process, GPUs (their number,
-# and whether PyTorch can use them), and what the error line names: without it, the process trains
+# and whether PyTorch can use them), and what the error line names ("": the process trains)
 GIVEN = {
     "srun -n 4 python": (["cpu_ddp", CIFAR, FASHION], STEP, (0, False), "RANK"),
     "srun -n 4 mnist_dp": (["mnist_dp"], STEP, (0, False), "one process"),
@@ -155,7 +155,7 @@ def test_a_process_that_hangs_prints_its_lines_and_ends_the_others(script, place
         f"{script}: rank 1 hangs in {place}, and rank 0 does not end:\n{text_of(ranks)}")
 
 
-@pytest.mark.parametrize("script, seconds", [(CIFAR, 5), ("synthetic_ddp", 1)])
+@pytest.mark.parametrize("script, seconds", [(CIFAR, 10), ("synthetic_ddp", 1)])
 def test_a_loader_process_that_hangs_ends_the_run(script, seconds):
     """Those of cifar10_ddp live as long as the run, and print their lines."""
     def change(module, rank, seen):
@@ -185,6 +185,26 @@ def test_only_a_process_that_hangs_prints_its_lines(script):
         text = "".join({"train": "b", "val": "b", "alarm": "a"}[kind] for kind in kinds)
         assert re.fullmatch("aa(ba+)+", text), f"{script}: batches b and alarms a are {text}"
         assert rank.seen[-1] == ("alarm", False), f"{script} does not stop the alarm at its end"
+
+
+def test_a_loader_process_without_work_prints_no_lines(monkeypatch):
+    module, alarms = load_script(CIFAR), []
+    monkeypatch.setattr(module, "get_worker_info", lambda: True)
+    monkeypatch.setattr(module, "restart_alarm", alarms.append)
+    data = [(torch.zeros(1), 0)]
+    module.SeededBatches(Namespace(timeout=7), data).__getitem__((0, 0, 0, [0]))
+    assert alarms == [7, 0], f"in a loader process, a batch sets the alarms {alarms}"
+
+
+def test_an_alarm_of_the_users_code_stays_as_it_is():
+    """restart_alarm() is the same in all scripts."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        load_script("cpu_ddp").restart_alarm(100)
+        left = signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert left == (0, 0), f"an alarm would call the user's handler in {left[0]} s"
 
 
 # ---- a process that is stopped ----
@@ -289,17 +309,18 @@ def test_processes_of_mp_spawn_share_the_cores():
             print(nproc, "processes with", os.environ["OMP_NUM_THREADS"], "threads")
 
         del os.environ["OMP_NUM_THREADS"]
+        torch.cuda.device_count = lambda: 2
         torch.get_num_threads = lambda: 9
         module.mp.spawn = spawn
 
-    (rank,) = run(FASHION, "--nproc", 2, nproc=1, problem="own", change=change)
+    (rank,) = run(FASHION, nproc=1, problem="own", change=change)
     assert rank.text == "2 processes with 4 threads\n", f"of 9 cores, python starts {rank.text}"
 
 
 # ---- flags ----
 @all_scripts
 def test_an_abbreviated_flag_is_an_error(script):
-    """job.sh refuses --checkpoint by its name."""
+    """job.sh finds --checkpoint by its whole name."""
     with pytest.raises(SystemExit):
         load_script(script).parse_args(["--epoch", "1"])
         pytest.fail(f"{script} takes --epoch for --epochs")
@@ -322,7 +343,7 @@ def test_each_flag_is_used(script):
     *[(script, "--global-batch", 1, 2) for script in DDP_SCRIPTS],
     ("synthetic_ddp", "--global-batch", 13, 3), (CIFAR, "--batch-size", -1, 1)])
 def test_a_batch_that_does_not_fit_is_an_error_line(script, flag, value, nproc):
-    """There are 56 samples, and each process needs a share."""
+    """There are 59 samples, and each process needs a share."""
     ranks = run(script, *flags_of(script), flag, value, nproc=nproc)
     errors_of(ranks, f"{flag} {value} ", f"{script} {flag} {value} on {nproc} processes")
 
@@ -433,7 +454,7 @@ def test_a_buffer_may_be_infinite_and_frozen_weights_have_any_type():
     run_to_end("cpu_ddp", *flags_of("cpu_ddp"), nproc=1, change=change)
 
 
-# ---- two machines: the command of the docstrings is that of cpu.sbatch (test_jobs.py) ----
+# ---- two machines (test_jobs.py: the command with c10d is that of cpu.sbatch) ----
 HOSTS = """
 until mountpoint --quiet /etc/nsswitch.conf; do sleep 0.1; done     # until it is set up
 printf '%s\\n' '127.0.0.1 localhost' "127.0.1.1 $(hostname)" >/run/hosts

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from harness import TRAIN, VAL, run_to_end
+from harness import TRAIN, VAL, kill_in_step, run, run_to_end
 from image_folder import write_images
 from PIL import Image, ImageOps
 from scripts import BEST_SCRIPTS, SCRIPTS, load_script, script_path
@@ -89,6 +89,15 @@ def test_bf16_computes_in_bfloat16(script, shape):
     with register_module_forward_hook(see):
         module.loss_and_counts(args, model, torch.zeros(4, *shape), torch.zeros(4).long())
     assert types == {"torch.bfloat16"}, f"{script} --bf16 computes in {types}"
+
+
+@scripts_that_augment
+def test_the_loss_of_an_evaluation_is_not_smoothed(script):
+    module, images = load_script(script), torch.rand(4, 3, 32, 32)
+    model, labels = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)).eval(), torch.arange(4)
+    loss, _ = module.loss_and_counts(module.parse_args([]), model, images, labels)
+    expected = nn.functional.cross_entropy(model(images), labels)
+    assert torch.allclose(loss, expected), f"{script} evaluates the loss {loss}, not {expected}"
 
 
 # ---- what a model is given ----
@@ -259,6 +268,14 @@ def test_pretrained_weights_are_all_but_those_of_the_last_layer(cifar10, tmp_pat
     assert named == set(last_layer), f"new weights are {last_layer}, and the log names {named}"
 
 
+def test_pretrained_weights_are_downloaded_by_prepare_data(cifar10, monkeypatch):
+    """Otherwise, by all processes of a machine at once, into one file."""
+    asked = []
+    monkeypatch.setattr(models, "get_model", lambda name, weights=None: asked.append(weights))
+    cifar10.prepare_data(cifar10.parse_args(["--image-folder", "DIR", "--pretrained"]))
+    assert asked == ["DEFAULT"], f"prepare_data() downloads the weights {asked}"
+
+
 # ---- data files ----
 def write_mnist(folder, parts):
     """Write files as MNIST and FashionMNIST have them."""
@@ -301,7 +318,7 @@ def test_the_training_set_trains_and_the_test_set_validates(script, name, tmp_pa
 
 @pytest.mark.parametrize("script, name", DATA_SETS.items())
 def test_a_download_has_a_timeout(script, name, tmp_path, monkeypatch):
-    """No server is at this address."""
+    """The connection is refused."""
     def connect(*arguments, **options):
         timeouts.append(socket.getdefaulttimeout())
         raise ConnectionRefusedError
@@ -367,6 +384,7 @@ def with_clock(module, rank, seen):
     wait = (1.0, 3.0)[rank] if hasattr(module, "OnDevice") else 0.0
     module.load_data, module.loss_and_counts = load_slow_data, compute
     time.monotonic = time.perf_counter = lambda: sum(clock)
+    torch.cuda.max_memory_allocated = lambda: (1e9, 3e9)[rank]
 
 
 @pytest.mark.parametrize("script", BEST_SCRIPTS)
@@ -377,7 +395,7 @@ def test_rate_speed_wait_and_time_left_are_true(script):
     text = run_to_end(script, *flags, change=with_clock)[0].text
     found = re.findall(r"^epoch \d/2 .*  (lr .*)", text, re.MULTILINE)
     wait = "  wait 75%" if SCRIPTS[script].data == "data sets" else ""
-    expected = [f"lr {rate}  seconds 28.0  samples/s 2{wait}" for rate in (0.1, 0.05)]
+    expected = [f"lr {rate}  seconds 28.0  samples/s 2{wait}  GPU GB 3.0" for rate in (0.1, 0.05)]
     assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
     found = re.findall(r"step (\d+)(?:/14| of this epoch)  loss [\d.]+(.*)", text)
     expected = 2 * [("3", ""), ("6", "")]  # after 10 seconds, and after 10 more
@@ -385,6 +403,18 @@ def test_rate_speed_wait_and_time_left_are_true(script):
         expected = [(str(step), f"  2 samples/s  wait {wait}%  0:00:{4 * (14 - step):02} left")
                     for step, wait in zip((3, 5, 7, 10, 12, 14), 2 * (50, 60, 64))]
     assert found == expected, f"{script} prints {found}, not {expected}\n{text}"
+
+
+def test_the_speed_of_an_epoch_that_is_resumed_is_true(tmp_path):
+    """Of its last steps alone."""
+    def change(module, rank, seen):
+        with_clock(module, rank, seen)
+        kill_in_step(6)
+
+    flags = ["--global-batch", 8, "--epochs", 1, "--save-every", 0, "--checkpoint", tmp_path / "a"]
+    run("cifar10_ddp", *flags, nproc=1, change=change)
+    (rank,) = run_to_end("cifar10_ddp", *flags, nproc=1, change=with_clock)
+    assert "resumed" in rank.text and "samples/s 1 " in rank.text, rank.text
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -418,7 +448,8 @@ def test_mnist_dp_uses_each_image_once_and_prints_means():
         register_optimizer_step_pre_hook(before_step)
 
     flags = ("--fake-data", "--global-batch", 16, "--epochs", 2, "--lr", 0.5)
-    (rank,) = run_to_end("mnist_dp", *flags, nproc=1, change=change)
+    rank, again = (run_to_end("mnist_dp", *flags, nproc=1, change=change)[0] for _ in range(2))
+    assert str(rank.seen) == str(again.seen), "two runs with the same --seed differ"
     rates = [event[1] for event in rank.seen if event[0] == "rate"]
     assert rates == 4 * [0.5] + 4 * [0.25], f"the rates of the steps are {rates}"
     batches = [event[1:] for event in rank.seen if event[0] == "batch"]
