@@ -104,7 +104,7 @@ def give_problem(module, script, seen, noisy):
     for function in (load_data, build_model, build_optimizer, augment, loss_and_counts, loss_of):
         setattr(module, function.__name__, function)
     if hasattr(module, "log_results"):
-        wrap(module, "log_results", lambda plain, *arguments: seen.append(("log",)) or plain(
+        wrap(module, "log_results", lambda plain, *arguments: seen.append(("results",)) or plain(
             *arguments))
     module.prepare_data = lambda args: None
     module.scale = lambda x, y: (x, y)
