@@ -101,11 +101,14 @@ def give_problem(module, script, seen, noisy):
     def loss_of(args, model, x, y):
         return module.loss_and_counts(args, model, x, y)[0]
 
+    def log_results(plain, *arguments):
+        seen.append(("results",))
+        plain(*arguments)
+
     for function in (load_data, build_model, build_optimizer, augment, loss_and_counts, loss_of):
         setattr(module, function.__name__, function)
     if hasattr(module, "log_results"):
-        wrap(module, "log_results", lambda plain, *arguments: seen.append(("results",)) or plain(
-            *arguments))
+        wrap(module, "log_results", log_results)
     module.prepare_data = lambda args: None
     module.scale = lambda x, y: (x, y)
 

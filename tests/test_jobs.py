@@ -6,6 +6,7 @@ that come back are compared bit for bit with those of the same training outside 
 slurm_lab.py)
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -300,36 +301,47 @@ def test_log_of_gpus_is_continued_and_ends_with_the_job(lab, given_jobs):
     assert not left, f"nvidia-smi still runs after the job: pid {left}"
 
 
-# --- unedited, without options, where there are no GPUs ---
+# --- unedited, without options ---
+ONE_OF_TORCHRUN = (task(r"\d+", 8, 0, TORCHRUN.format(1, 1)), 1)
 EIGHT_OF_TORCHRUN = (task(r"\d+", 1, "none", TORCHRUN.format(1, 8)), 1)
 TWO_NODES = (task(r"\d+", 1, "none", TORCHRUN.format(2, 4)), 2)
-UNEDITED = {  # file: the lines of its tasks, and their number
-    "cifar10": EIGHT_OF_TORCHRUN,
-    "cifar10-srun": (task(r"\d+", 1, "none", PYTHON, r"([0-7])\1/8 c\d"), 8),
-    "cpu": TWO_NODES,
-    "cpu-container": TWO_NODES,
-    "fashionmnist": (task(r"\d+", 1, "none", f"{PYTHON} --nproc 16"), 1),
-    "mnist": (task(r"\d+", 8, "none", PYTHON), 1),
-    "synthetic": EIGHT_OF_TORCHRUN,
+UNEDITED = {  # file: the lines of its tasks, and their number, with two GPUs on a node; without any
+    "cifar10": (ONE_OF_TORCHRUN, EIGHT_OF_TORCHRUN),
+    "cifar10-srun": ((task(r"\d+", 8, 0, PYTHON, r"00/1 c\d"), 1),
+                     (task(r"\d+", 1, "none", PYTHON, r"([0-7])\1/8 c\d"), 8)),
+    "cpu": (TWO_NODES, TWO_NODES),
+    "cpu-container": (TWO_NODES, TWO_NODES),
+    "fashionmnist": ((task(r"\d+", 8, "0,1", f"{PYTHON} --nproc 2"), 1),
+                     (task(r"\d+", 1, "none", f"{PYTHON} --nproc 16"), 1)),
+    "mnist": ((task(r"\d+", 8, "0,1", PYTHON), 1), (task(r"\d+", 8, "none", PYTHON), 1)),
+    "synthetic": (ONE_OF_TORCHRUN, EIGHT_OF_TORCHRUN),
 }
 
 
 @pytest.fixture(scope="module")
 def unedited():
-    """A cluster without GPUs, and the ids of the jobs of UNEDITED by name."""
-    with booted(lambda folder: Lab(folder, [(16, 1)] * 2, gpus=False, affinity=False)) as lab:
-        prepare(lab)
-        variables = IN_PYXIS | {"VIRTUAL_ENV": lab.folder / "show", "SBATCH_GPUS_PER_NODE": 0}
-        yield lab, {name: lab.sbatch(f"slurm/{name}.sbatch", **variables) for name in UNEDITED}
+    """A cluster with GPUs, and one without, and on each the ids of the jobs of UNEDITED by name."""
+    with contextlib.ExitStack() as stack:
+        clusters = []
+        for gpus in (True, False):
+            lab = stack.enter_context(booted(
+                lambda folder, gpus=gpus: Lab(folder, [(16, 1)] * 2, gpus, affinity=False)))
+            prepare(lab)
+            variables = IN_PYXIS | {"VIRTUAL_ENV": lab.folder / "show"}
+            if not gpus:
+                variables["SBATCH_GPUS_PER_NODE"] = 0
+            clusters.append((lab, {name: lab.sbatch(f"slurm/{name}.sbatch", **variables)
+                                   for name in UNEDITED}))
+        yield clusters
 
 
 @slurm
+@pytest.mark.parametrize("cluster", [0, 1], ids=["two GPUs per node", "no GPUs"])
 @pytest.mark.parametrize("name", [file.stem for file in FILES])
-def test_an_unedited_file_uses_what_it_requests(unedited, name):
-    """Above, those that request GPUs use them."""
+def test_an_unedited_file_uses_what_it_requests(unedited, name, cluster):
     assert name in UNEDITED, f"{name}.sbatch has no row in UNEDITED"
-    lab, jobs = unedited
-    assert_given(lab, jobs[name], Given(f"slurm/{name}.sbatch", *UNEDITED[name]))
+    lab, jobs = unedited[cluster]
+    assert_given(lab, jobs[name], Given(f"slurm/{name}.sbatch", *UNEDITED[name][cluster]))
     comes_back = (lab.show(jobs[name], "Requeue"), "is not requeued" in lab.output(jobs[name]))
     assert comes_back == (("0", False) if name == "mnist" else ("1", True)), (
         f"{name}.sbatch: --requeue {comes_back[0]}, requeue is called: {comes_back[1]}")
@@ -534,7 +546,7 @@ def disturbed(lab, unedited, tmp_path_factory, request):
                    "--checkpoint", path]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         lab.undisturbed[nproc] = read_checkpoint(path)["model"]
-    lab.other_lab = unedited[0]
+    lab.other_lab = unedited[1][0]
     lab.other_lab.undisturbed = lab.undisturbed
     with ThreadPoolExecutor(len(DISTURBED)) as pool:
         yield {name: pool.submit(function, lab) for name, function in DISTURBED.items()

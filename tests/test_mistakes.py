@@ -363,8 +363,11 @@ def test_a_value_that_differs_by_process_is_an_error_line(name, value, words):
 
 def test_other_samples_on_two_ranks_are_an_error_line():
     """As of a file that is missing on one machine, or of files that are listed in another order."""
-    ranks = run(FASHION, *flags_of(FASHION), change=lambda module, rank, seen: (
-        rank == 1 and keep_samples(module, FASHION, 0, range(TRAIN - 1, -1, -1))))
+    def change(module, rank, seen):
+        if rank == 1:
+            keep_samples(module, FASHION, 0, range(TRAIN - 1, -1, -1))
+
+    ranks = run(FASHION, *flags_of(FASHION), change=change)
     errors_of(ranks, "labels_checksum differs", "rank 1 has other samples than rank 0")
 
 

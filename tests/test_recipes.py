@@ -384,7 +384,7 @@ def with_clock(module, rank, seen):
     wait = (1.0, 3.0)[rank] if hasattr(module, "OnDevice") else 0.0
     module.load_data, module.loss_and_counts = load_slow_data, compute
     time.monotonic = time.perf_counter = lambda: sum(clock)
-    torch.cuda.max_memory_allocated = lambda: (1e9, 3e9)[rank]
+    torch.cuda.max_memory_allocated = lambda: 3e9 if rank else 1e9
 
 
 @pytest.mark.parametrize("script", BEST_SCRIPTS)

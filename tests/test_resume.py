@@ -43,8 +43,11 @@ def noisy(script, path, *more):
 
 def kill(script, *flags, at, nproc=2, problem="noisy"):
     """Train until rank 0 is killed by at(module)."""
-    ranks = run(script, *flags, nproc=nproc, problem=problem,
-                change=lambda module, rank, seen: rank == 0 and at(module))
+    def change(module, rank, seen):
+        if rank == 0:
+            at(module)
+
+    ranks = run(script, *flags, nproc=nproc, problem=problem, change=change)
     assert ranks[0].code == -signal.SIGKILL, f"{script} was not killed:\n{text_of(ranks)}"
 
 
@@ -247,11 +250,15 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(whole, tmp_path):
 @pytest.mark.parametrize("step", [EPOCHS * STEPS - 1, EPOCHS * STEPS])
 def test_a_signal_in_the_last_step_does_not_make_a_complete_run_a_failure(step, tmp_path):
     """A job that ends with status 1 is requeued. It is noticed in this step, or in the next one."""
+    def change(module, rank, seen):
+        if rank == 0:
+            kill_in_step(step, signal.SIGTERM)
+
     path = tmp_path / "run.pt"
-    ranks = run(CIFAR, *flags_of(CIFAR), "--checkpoint", path, change=lambda module, rank, seen: (
-        rank == 0 and kill_in_step(step, signal.SIGTERM)))
+    ranks = run(CIFAR, *flags_of(CIFAR), "--checkpoint", path, change=change)
     finished = torch.load(path)["progress"]["step"] == EPOCHS * STEPS
-    assert [rank.code for rank in ranks] == 2 * [int(not finished)], text_of(ranks)
+    assert [rank.code for rank in ranks] == 2 * [int(not finished)], (
+        f"SIGTERM in step {step} of {EPOCHS * STEPS}: finished: {finished}\n{text_of(ranks)}")
 
 
 def test_a_run_under_nohup_ignores_sighup():
